@@ -1,0 +1,1 @@
+"""The collector: assembles slot results to groups, decides on them, cuts batches, reaps, dumps."""

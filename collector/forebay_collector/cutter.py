@@ -1,0 +1,58 @@
+"""Cuts batches from ready groups, oldest first (contract, section 6)."""
+
+from __future__ import annotations
+
+import structlog
+
+from forebay.settings import RunSettings
+from forebay.store.store import Store
+from forebay.wire.envelopes import BatchIndex, GroupSummary
+
+__all__ = ["Cutter"]
+
+log = structlog.get_logger(__name__)
+
+_TRIES = 100
+
+
+class Cutter:
+    """Cuts whenever enough groups are ready; at the end of the data, whatever is left."""
+
+    def __init__(self, store: Store, settings: RunSettings) -> None:
+        self._store = store
+        self._batch_size = settings.batch_size
+
+    async def cut(self, epoch: int) -> int:
+        """Evict what is stale and cut all batches that can be: how many. Raises FencedError."""
+        evicted = await self._store.evict_stale(epoch)
+        if evicted:
+            log.info("groups.evicted", count=len(evicted), task_ids=evicted[:20])
+        cut = tries = 0
+        while tries < _TRIES:  # a bound: each further try means that something changed under our hands
+            ready = await self._store.ready(self._batch_size)
+            partial = len(ready) < self._batch_size
+            if not ready or (partial and not await self._store.may_cut_partial()):
+                break
+            groups = [GroupSummary.unpack(summary) for _, summary in ready]
+            index = BatchIndex(groups, partial=partial, metrics=metrics(groups))
+            batch_id = await self._store.cut(epoch, index.pack(), [task_id for task_id, _ in ready])
+            if batch_id is None:
+                tries += 1
+                continue
+            cut += 1
+            log.info("batch.cut", batch_id=batch_id, groups=len(groups), partial=partial)
+        return cut
+
+
+def metrics(groups: list[GroupSummary]) -> dict[str, float]:
+    """What a trainer logs with the batch: mean raw reward, usable rollouts a group, trained tokens."""
+    rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
+    raw = [row.reward if row.original_reward is None else row.original_reward for row in rows]
+    known = [value for value in raw if value is not None]
+    out = {
+        "rollout/usable_group_size": sum(len(group.rollouts) for group in groups) / len(groups),
+        "rollout/trained_tokens": float(sum(row.trained for row in rows)),
+    }
+    if known:
+        out["rollout/reward"] = sum(known) / len(known)
+    return out

@@ -1,0 +1,226 @@
+"""The collector process.
+
+One collector leads at a time, by a lease; others stand by. What it holds in memory can be rebuilt from Redis, and all
+it changes carries the epoch of its lease, so that a predecessor that comes back to life changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from forebay.errors import ConnectionLostError, FencedError, FrameError
+from forebay.settings import RunSettings, Settings
+from forebay.store.store import ResultEntry, Store
+from forebay.wire.envelopes import GroupRules
+from forebay_collector.accept import AcceptFilter
+from forebay_collector.assembler import Assembled, Assembler
+from forebay_collector.committer import Committer
+from forebay_collector.cutter import Cutter
+from forebay_collector.dump import Dumper
+
+__all__ = ["run_collector"]
+
+log = structlog.get_logger(__name__)
+
+_READ_COUNT = 500
+_BLOCK_S = 0.5
+_COMMITS_AT_ONCE = 16
+_SWEEP_EVERY_S = 5.0
+_AWAY_S = 0.5
+
+
+async def run_collector(settings: Settings, rules: RunSettings) -> None:
+    """Collect for the run that `settings` name until SIGTERM or SIGINT.
+
+    Raises:
+        ConnectionLostError: Redis cannot be reached at start.
+        SettingsError: a setting of the dump is bad.
+        FencedError: another collector took the lease while this one was silent.
+    """
+    store = Store.open(settings)
+    try:
+        await store.ping()
+        collector = Collector(store, rules)
+        await collector.open()
+        async with _stop_signal() as stop:
+            await collector.serve(stop)
+    finally:
+        await store.close()
+
+
+class Collector:
+    """The duties of a collector, each a loop."""
+
+    def __init__(self, store: Store, rules: RunSettings) -> None:
+        self.name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
+        self._store = store
+        self._rules = rules
+        self._dumper = Dumper(rules, store.keys.run)
+        self._assembler = Assembler()
+        self._committer = Committer(store, AcceptFilter(rules.import_allowlist), self._dumper)
+        self._cutter = Cutter(store, rules)
+        self._epoch = 0
+        self._commits: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Check the settings of the dump. Raises SettingsError."""
+        await self._dumper.open()
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Wait for the lease, then lead until `stop` is set. Raises FencedError."""
+        stopped = asyncio.create_task(stop.wait())
+        lead = asyncio.create_task(self._acquire())
+        await asyncio.wait([lead, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not lead.done():
+            lead.cancel()
+            return
+        self._epoch = lead.result()
+        await self._store.configure(self._epoch, self._rules)
+        tasks = [
+            _named("lease", self._keep_lease()),
+            _named("results", self._forever(self._collect)),
+            _named("cutter", self._forever(self._cut)),
+            _named("reaper", self._forever(self._reap)),
+            _named("dump", self._forever(self._mark_evicted)),
+        ]
+        log.info("collector.ready", collector=self.name, run=self._store.keys.run, epoch=self._epoch,
+                 batch_size=self._rules.batch_size, capacity=self._rules.capacity)  # fmt: skip
+        try:
+            done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in [*tasks, *self._commits, stopped]:
+                task.cancel()
+            await asyncio.gather(*tasks, *self._commits, stopped, return_exceptions=True)
+            with contextlib.suppress(ConnectionLostError):
+                await self._store.resign(self.name)
+            log.info("collector.stopped", collector=self.name)
+
+    async def _acquire(self) -> int:
+        told = False
+        while not (epoch := await self._store.lead(self.name, self._rules.collector_lease_s)):
+            if not told:
+                log.info("collector.standby", collector=self.name, run=self._store.keys.run)
+                told = True
+            await asyncio.sleep(self._rules.collector_lease_s / 10)
+        return epoch
+
+    async def _keep_lease(self) -> None:
+        while True:
+            await asyncio.sleep(self._rules.collector_lease_s / 3)
+            try:
+                epoch = await self._store.lead(self.name, self._rules.collector_lease_s)
+            except ConnectionLostError as error:
+                log.warning("lease.not_renewed", reason=str(error))
+                continue
+            if epoch != self._epoch:
+                raise FencedError("another collector took the lease of this run while this one was silent; it stops")
+
+    async def _forever(self, step: Any) -> None:
+        """Run `step` again and again, through losses of the connection."""
+        while True:
+            try:
+                await step()
+            except ConnectionLostError as error:
+                log.warning("redis.away", duty=step.__name__.strip("_"), reason=str(error))
+                await asyncio.sleep(_AWAY_S)
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    async def _collect(self) -> None:
+        # From the start of the stream: what is in it has not been committed, whoever read it before.
+        await self._cancel_commits()
+        self._assembler = Assembler()
+        after = "0"
+        while True:
+            for task in [task for task in self._commits if task.done()]:
+                self._commits.discard(task)
+                task.result()  # a commit that failed: begin anew from the stream
+            entries = await self._store.read_results(after, _READ_COUNT, _BLOCK_S)
+            for entry in entries:
+                after = entry.entry_id
+                await self._add(entry)
+
+    async def _cancel_commits(self) -> None:
+        for task in self._commits:
+            task.cancel()
+        await asyncio.gather(*self._commits, return_exceptions=True)
+        self._commits.clear()
+
+    async def _add(self, entry: ResultEntry) -> None:
+        if not self._assembler.knows(entry.task_id):
+            known = await self._store.group_rules(entry.task_id)
+            if known is None:
+                log.debug("result.late", task_id=entry.task_id, sample_idx=entry.sample_idx)
+                return
+            self._assembler.open(entry.task_id, _rules(entry.task_id, known[0]), known[1])
+        assembled = self._assembler.add(entry)
+        if assembled is not None:
+            while len(self._commits) >= _COMMITS_AT_ONCE:
+                await asyncio.wait(self._commits, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in self._commits if task.done()]:
+                    self._commits.discard(task)
+                    task.result()
+            self._commits.add(_named("commit", self._commit(assembled)))
+
+    async def _commit(self, group: Assembled) -> None:
+        await self._committer.commit(self._epoch, group)
+
+    # -- the other duties ---------------------------------------------------------------------------------------------
+
+    async def _cut(self) -> None:
+        await self._cutter.cut(self._epoch)
+        await self._store.wait_for_wake("cutter", _BLOCK_S)
+
+    async def _reap(self) -> None:
+        swept = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            leases, groups = await self._store.reap(self._epoch)
+            if leases or groups:
+                log.warning("reaped", leases_lost=leases, groups_past_deadline=groups)
+            if loop.time() - swept > _SWEEP_EVERY_S:
+                swept = loop.time()
+                if lost := await self._store.sweep(self._epoch):
+                    log.warning("jobs.lost", queued_again=lost)
+            await asyncio.sleep(min(1.0, self._rules.lease_s / 4))
+
+    async def _mark_evicted(self) -> None:
+        for task_id, folder, reason in await self._store.pop_evicted():
+            await self._dumper.mark_evicted(task_id, folder, reason)
+        await asyncio.sleep(_BLOCK_S)
+
+
+def _rules(task_id: int, packed: bytes) -> GroupRules:
+    try:
+        return GroupRules.unpack(packed)
+    except FrameError as error:
+        log.error("rules.unreadable", task_id=task_id, reason=str(error))
+        return GroupRules(min_usable_group_size=1)
+
+
+def _named(name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.create_task(work, name=f"forebay-{name}")
+
+
+@contextlib.asynccontextmanager
+async def _stop_signal() -> Any:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

@@ -1,0 +1,47 @@
+"""forebay: the rollout layer of LLM reinforcement learning as a message-queue pipeline.
+
+What users import. Light: no torch, no arq, no web server is imported from here.
+"""
+
+from forebay import workflow_context
+from forebay.batches import AsyncBatch, AsyncBatchStream
+from forebay.blocking import Batch, BatchStream, Client
+from forebay.client import AsyncClient
+from forebay.errors import ForebayError
+from forebay.generation import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse, StopReason
+from forebay.outcomes import FailureKind, GroupState, RejectReason, SlotOutcome
+from forebay.rewards import AsyncRewardWrapper
+from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.wire.tensors import RolloutGroup
+from forebay.workflow import RolloutWorkflow, WorkflowLike
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncBatch",
+    "AsyncBatchStream",
+    "AsyncClient",
+    "AsyncRewardWrapper",
+    "Batch",
+    "BatchStream",
+    "Client",
+    "EngineSettings",
+    "FailureKind",
+    "ForebayError",
+    "GenerationHyperparameters",
+    "GroupState",
+    "InferenceEngine",
+    "ModelRequest",
+    "ModelResponse",
+    "RejectReason",
+    "RolloutGroup",
+    "RolloutWorkflow",
+    "RunSettings",
+    "Settings",
+    "SlotOutcome",
+    "StopReason",
+    "WorkflowLike",
+    "__version__",
+    "load",
+    "workflow_context",
+]

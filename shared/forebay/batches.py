@@ -1,0 +1,240 @@
+"""Batches as a trainer gets them, and the stream they come from (contract, section 13)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from forebay.errors import CollectorUnavailableError, RowsMissingError, StallError
+from forebay.store.store import BatchEntry, RunStatus, Store
+from forebay.wire.codec import decode_rows
+from forebay.wire.envelopes import BatchIndex, GroupSummary
+from forebay.wire.rows import Row
+from forebay.wire.tensors import RolloutGroup, pad_rows, to_torch
+
+if TYPE_CHECKING:
+    from forebay.settings import RunSettings
+
+__all__ = ["AsyncBatch", "AsyncBatchStream", "BatchData"]
+
+_POLL_S = 0.25
+_ROWS_PER_READ = 256
+
+
+@dataclass(slots=True)
+class BatchData:
+    """`batch_size` accepted groups (fewer where `partial`); after the hand-over its content never changes."""
+
+    batch_id: int
+    version: int
+    """The run's version when the batch was handed over."""
+    groups: list[GroupSummary]
+    partial: bool
+    redelivered: bool
+    """It was handed to this reader before and not acknowledged."""
+    rows: list[Row]
+    """In group, rollout, row order."""
+    entry: BatchEntry = field(repr=False)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def group_index(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """[rows]: the position in `groups` of each row's group."""
+        counts = [sum(len(rollout.rows) for rollout in group.rollouts) for group in self.groups]
+        return np.repeat(np.arange(len(counts)), counts)
+
+    @property
+    def rollout_groups(self) -> list[RolloutGroup]:
+        """For each group, which rows belong to which rollout."""
+        return [
+            RolloutGroup(
+                row_counts=tuple(len(rollout.rows) for rollout in group.rollouts),
+                rewards=tuple(rollout.reference for rollout in group.rollouts),
+                sample_idx=tuple(rollout.sample_idx for rollout in group.rollouts),
+            )
+            for group in self.groups
+        ]
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens, prompts included."""
+        return sum(row.seqlen for row in self.rows)
+
+    def arrays(self, *, pad_token_id: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+        """All rows as numpy arrays [B, S], padded to the right (contract, section 3)."""
+        return pad_rows(self.rows, pad_token_id=pad_token_id)
+
+    def tensors(self, *, pad_token_id: int = 0) -> dict[str, Any]:
+        """All rows as torch tensors [B, S], padded to the right (contract, section 3)."""
+        return to_torch(self.arrays(pad_token_id=pad_token_id))
+
+
+class AsyncBatch(BatchData):
+    """A batch of an :class:`AsyncBatchStream`."""
+
+    _stream: AsyncBatchStream
+
+    async def ack(self) -> bool:
+        """The batch is trained on: its rows go. False if that was so already."""
+        return await self._stream.ack(self)
+
+
+class AsyncBatchStream:
+    """Reads the batches of a run, one cursor for each consumer name; unacknowledged batches come again.
+
+    A reader that raised goes on where it was when it is asked again.
+    """
+
+    def __init__(self, store: Store, run_settings: RunSettings, consumer: str, timeout_s: float | None = None) -> None:
+        self._store = store
+        self._settings = run_settings
+        self._consumer = consumer
+        self._timeout_s = timeout_s
+        self._after = "0"
+        self._joined = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing to release: what was not acknowledged stays pending and comes again."""
+
+    def __aiter__(self) -> AsyncIterator[AsyncBatch]:
+        return self
+
+    async def __anext__(self) -> AsyncBatch:
+        batch = await self.next()
+        if batch is None:
+            raise StopAsyncIteration
+        return batch
+
+    async def next(self) -> AsyncBatch | None:
+        """The next batch; None when the data has ended and everything was handed over.
+
+        Raises:
+            CollectorUnavailableError: no collector lives.
+            StallError: nothing can come before the version moves (after ``stall_timeout_s``), or none came in time.
+            RowsMissingError: Redis has lost rows that the batch counts.
+        """
+        if not self._joined:
+            await self._store.join(self._consumer)
+            self._joined = True
+        watch = _Watch(self._store, self._settings, self._timeout_s)
+        while True:
+            taken = await self._store.take(self._consumer, "reader", self._after)
+            if taken.batch is not None:
+                batch = await self._load(taken.batch)
+                self._after = taken.batch.entry_id
+                return batch
+            if taken.end:
+                return None
+            await watch.check(taken.blocked_at_version)
+            await self._store.wait_for_batch(self._after, _POLL_S)
+
+    async def ack(self, batch: BatchData) -> bool:
+        """`batch` is trained on: its rows go. False if that was so already."""
+        return await self._store.ack(self._consumer, batch.entry)
+
+    async def _load(self, entry: BatchEntry) -> AsyncBatch:
+        index = BatchIndex.unpack(entry.index)
+        names = [
+            (group.task, rollout.sample_idx, rollout.attempt) for group in index.groups for rollout in group.rollouts
+        ]
+        frames: list[bytes | None] = []
+        for at in range(0, len(names), _ROWS_PER_READ):
+            frames += await self._store.read_rows(names[at : at + _ROWS_PER_READ])
+        for name, frame in zip(names, frames, strict=True):
+            if frame is None:
+                raise RowsMissingError(
+                    f"batch {entry.batch_id}: the rows of group {name[0]}, slot {name[1]} are gone from Redis; it was "
+                    "flushed, or lost writes: check its persistence (appendonly yes, appendfsync always)"
+                )
+        # Decoding is CPU work: off the event loop, which also serves the other calls of this client.
+        rows = await asyncio.to_thread(_rows_of, index, [frame for frame in frames if frame is not None])
+        batch = AsyncBatch(
+            batch_id=entry.batch_id,
+            version=entry.version,
+            groups=index.groups,
+            partial=index.partial,
+            redelivered=entry.redelivered,
+            rows=rows,
+            entry=entry,
+            metrics=index.metrics,
+        )
+        batch._stream = self
+        return batch
+
+
+def _rows_of(index: BatchIndex, frames: list[bytes]) -> list[Row]:
+    out: list[Row] = []
+    summaries = [rollout for group in index.groups for rollout in group.rollouts]
+    for rollout, frame in zip(summaries, frames, strict=True):
+        for row, summary in zip(decode_rows(frame), rollout.rows, strict=True):
+            # The rows were written before the group was normalized: the index has the rewards that count.
+            row.reward, row.original_reward = summary.reward, summary.original_reward
+            out.append(row)
+    return out
+
+
+class _Watch:
+    """Turns a wait that cannot end well into an error that says why."""
+
+    def __init__(self, store: Store, settings: RunSettings, timeout_s: float | None) -> None:
+        self._store = store
+        self._settings = settings
+        self._timeout_s = timeout_s
+        self._began = self._asked = time.monotonic()
+        self._blocked_since: float | None = None
+        self._dead_since: float | None = None
+
+    async def check(self, blocked_at_version: int | None) -> None:
+        now = time.monotonic()
+        self._check_blocked(blocked_at_version, now)
+        if self._timeout_s is not None and now - self._began > self._timeout_s:
+            raise StallError(f"no batch in {self._timeout_s:g} s: {explain(await self._store.status(), self._settings)}")
+        if now - self._asked < 1.0:
+            return
+        self._asked = now
+        if await self._store.collector_alive():
+            self._dead_since = None
+        elif self._dead_since is None:
+            self._dead_since = now
+        elif now - self._dead_since > 2.0:  # the lease itself has run out before; this lets another one take over
+            raise CollectorUnavailableError(
+                f"no collector serves run {self._store.keys.run}: no batch can come; start one (`make up` or "
+                "`forebay collector`), and read on: nothing is lost"
+            )
+
+    def _check_blocked(self, version: int | None, now: float) -> None:
+        if version is None:
+            self._blocked_since = None
+            return
+        self._blocked_since = self._blocked_since or now
+        waited = now - self._blocked_since
+        if waited > self._settings.stall_timeout_s:
+            raise StallError(
+                f"waited {waited:.0f} s at version {version}: {self._settings.capacity} groups are handed over ahead "
+                "of the version, all that max_staleness allows; push the next version (set_version or "
+                "update_weights_from_disk), or set batches_per_version to the batches taken for each version"
+            )
+
+
+def explain(status: RunStatus, settings: RunSettings) -> str:
+    """One line on what the next batch waits for."""
+    where = f"{status.queued} groups queued, {status.running} running, {status.ready} of {settings.batch_size} ready"
+    if not status.collector_alive:
+        return f"no collector is alive ({where})"
+    if status.in_flight == 0:
+        return "nothing has been submitted that has not ended"
+    if not status.workers:
+        return f"no worker is alive ({where}); start one with `forebay worker`"
+    if not status.servers:
+        return f"no inference server is registered ({where}); set FOREBAY_SERVERS for the workers"
+    if status.running == 0 and status.ready < settings.batch_size and status.queued == 0:
+        return f"too few groups for a batch ({where}); submit more, or end the data (`forebay end`)"
+    return where

@@ -1,0 +1,189 @@
+"""The same client for plain, blocking code: most trainers are.
+
+One thread runs an event loop; every call is handed to it. An interrupt (Ctrl-C) cancels the call that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from forebay.batches import AsyncBatchStream, BatchData
+from forebay.client import AsyncClient
+from forebay.settings import EngineSettings, RunSettings, Settings
+from forebay.store.store import RunStatus
+from forebay.weights import WeightUpdateResult
+from forebay.workflow import WorkflowLike
+
+__all__ = ["Batch", "BatchStream", "Client"]
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="forebay-client", daemon=True)
+        self._thread.start()
+
+    def run(self, call: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            return future.result()
+        except (KeyboardInterrupt, CancelledError):
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5)
+            self._loop.close()
+
+
+class Batch(BatchData):
+    """A batch of a :class:`BatchStream`."""
+
+    _stream: BatchStream
+
+    def ack(self) -> bool:
+        """The batch is trained on: its rows go. False if that was so already."""
+        return self._stream.ack(self)
+
+
+class BatchStream:
+    """Reads the batches of a run; see :class:`forebay.AsyncBatchStream` for what it raises."""
+
+    def __init__(self, loop: _LoopThread, stream: AsyncBatchStream) -> None:
+        self._loop = loop
+        self._stream = stream
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to release: what was not acknowledged stays pending and comes again."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.next()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def next(self) -> Batch | None:
+        """The next batch; None when the data has ended and everything was handed over."""
+        found = self._loop.run(self._stream.next())
+        if found is None:
+            return None
+        batch = Batch(
+            found.batch_id, found.version, found.groups, found.partial, found.redelivered, found.rows, found.entry,
+            found.metrics,
+        )  # fmt: skip
+        batch._stream = self
+        return batch
+
+    def ack(self, batch: BatchData) -> bool:
+        """`batch` is trained on: its rows go. False if that was so already."""
+        return self._loop.run(self._stream.ack(batch))
+
+
+class Client:
+    """Submits prompt groups, reads batches, moves the version; see :class:`forebay.AsyncClient` for each call."""
+
+    def __init__(self, loop: _LoopThread, client: AsyncClient) -> None:
+        self._loop = loop
+        self._client = client
+
+    @classmethod
+    def connect(
+        cls, settings: Settings | None = None, *, wait_s: float = 30.0, engine: EngineSettings | None = None
+    ) -> Self:
+        """Join the run that `settings` (default: the environment) name, waiting up to `wait_s` for its collector."""
+        loop = _LoopThread()
+        try:
+            return cls(loop, loop.run(AsyncClient.connect(settings, wait_s=wait_s, engine=engine)))
+        except BaseException:
+            loop.stop()
+            raise
+
+    @property
+    def settings(self) -> Settings:
+        """Which run this is, and where its Redis is."""
+        return self._client.settings
+
+    @property
+    def run_settings(self) -> RunSettings:
+        """The rules that the run's collector has published."""
+        return self._client.run_settings
+
+    def close(self) -> None:
+        """Close the connections. Nothing that was submitted is touched."""
+        self._loop.run(self._client.close())
+        self._loop.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(
+        self,
+        data: dict[str, Any],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        group_size: int | None = None,
+        reward_normalization: bool | None = None,
+        drop_incomplete_group: bool | None = None,
+        min_usable_group_size: int | None = None,
+        should_accept_fn: Callable[[dict[str, Any]], bool] | str | None = None,
+        idempotency_key: str | None = None,
+    ) -> int:
+        """Enqueue one prompt group and return its task id, without waiting for it to start."""
+        return self._loop.run(
+            self._client.submit(
+                data, workflow, workflow_kwargs, group_size=group_size, reward_normalization=reward_normalization,
+                drop_incomplete_group=drop_incomplete_group, min_usable_group_size=min_usable_group_size,
+                should_accept_fn=should_accept_fn, idempotency_key=idempotency_key,
+            )
+        )  # fmt: skip
+
+    def end_of_data(self) -> None:
+        """Say that nothing more will be submitted: the last batch may be partial, and readers come to an end."""
+        self._loop.run(self._client.end_of_data())
+
+    def batches(self, consumer: str = "trainer", *, timeout_s: float | None = None) -> BatchStream:
+        """The run's batches from where `consumer` stands; `timeout_s` bounds the wait for each (None: no bound)."""
+        return BatchStream(self._loop, self._client.batches(consumer, timeout_s=timeout_s))
+
+    def set_version(self, version: int) -> None:
+        """Tell the run that the policy is at `version`. Raises VersionError if that would go backwards."""
+        self._loop.run(self._client.set_version(version))
+
+    def version(self) -> int:
+        """The policy version in force."""
+        return self._loop.run(self._client.version())
+
+    def update_weights_from_disk(
+        self, path: str | Path, version: int, *, on_progress: Callable[[str], None] | None = None
+    ) -> WeightUpdateResult:
+        """Load the weights in folder `path`, which every server must see, on all servers; then set the version."""
+        return self._loop.run(self._client.update_weights_from_disk(path, version, on_progress=on_progress))
+
+    def add_servers(self, urls: Iterable[str]) -> None:
+        """Add inference servers to the run's registry."""
+        self._loop.run(self._client.add_servers(list(urls)))
+
+    def status(self) -> RunStatus:
+        """Where the groups of the run are, at one instant."""
+        return self._loop.run(self._client.status())

@@ -1,0 +1,53 @@
+"""The ``forebay`` command. Sub-commands come from the entry points of the installed packages."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import entry_points
+
+import typer
+from rich.console import Console
+
+from forebay.errors import ForebayError
+
+__all__ = ["build_app", "main"]
+
+
+def build_app() -> typer.Typer:
+    """The application with the commands of every installed package."""
+    app = typer.Typer(
+        name="forebay",
+        help="The rollout layer of LLM reinforcement learning as a message-queue pipeline.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback()
+    def options(
+        debug: bool = typer.Option(False, "--debug", help="Show tracebacks.", envvar="FOREBAY_DEBUG"),
+    ) -> None:
+        if debug:
+            os.environ["FOREBAY_DEBUG"] = "1"
+
+    for entry in sorted(entry_points(group="forebay.commands"), key=lambda found: found.name):
+        entry.load()(app)
+    return app
+
+
+def main() -> None:
+    """Run the command. An error of ours is one line on stderr and exit code 2."""
+    try:
+        build_app()()
+    except ForebayError as error:
+        if os.environ.get("FOREBAY_DEBUG", "") not in ("", "0"):
+            raise
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/] {_plain(str(error))}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

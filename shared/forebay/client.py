@@ -1,0 +1,195 @@
+"""The trainer's and the producer's side of a run (contract, section 13)."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Self
+
+from forebay.batches import AsyncBatchStream
+from forebay.errors import SubmitError, WeightUpdateError
+from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.store.store import RunStatus, Store
+from forebay.weights import WeightUpdateResult, update_weights_from_disk
+from forebay.wire.envelopes import GroupRules, GroupSpec
+from forebay.wire.values import encode_plain
+from forebay.workflow import WorkflowLike, name_callable, name_workflow
+
+__all__ = ["AsyncClient"]
+
+_MAX_SPEC_BYTES = 64 * 2**20
+
+
+class AsyncClient:
+    """Submits prompt groups, reads batches, moves the version. :class:`forebay.Client` is the same for plain code."""
+
+    def __init__(self, store: Store, settings: Settings, run_settings: RunSettings, engine: EngineSettings) -> None:
+        self._store = store
+        self.settings = settings
+        self.run_settings = run_settings
+        """The rules that the run's collector has published."""
+        self._engine = engine
+
+    @classmethod
+    async def connect(
+        cls, settings: Settings | None = None, *, wait_s: float = 30.0, engine: EngineSettings | None = None
+    ) -> Self:
+        """Join the run that `settings` (default: the environment) name, waiting up to `wait_s` for its collector.
+
+        Raises:
+            ConnectionLostError: Redis cannot be reached.
+            RunNotReadyError: no collector has published the run's settings.
+        """
+        chosen = settings or load(Settings)
+        store = Store.open(chosen)
+        try:
+            await store.ping()
+            run_settings = await store.wait_for_settings(wait_s, asyncio.sleep)
+        except BaseException:
+            await store.close()
+            raise
+        return cls(store, chosen, run_settings, engine or load(EngineSettings))
+
+    async def close(self) -> None:
+        """Close the connections. Nothing that was submitted is touched."""
+        await self._store.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def submit(
+        self,
+        data: dict[str, Any],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        group_size: int | None = None,
+        reward_normalization: bool | None = None,
+        drop_incomplete_group: bool | None = None,
+        min_usable_group_size: int | None = None,
+        should_accept_fn: Callable[[dict[str, Any]], bool] | str | None = None,
+        idempotency_key: str | None = None,
+    ) -> int:
+        """Enqueue one prompt group and return its task id, without waiting for it to start.
+
+        What is None is as the run's settings say. With an `idempotency_key` that was used before (within 7 days), the
+        group of then is returned and nothing is enqueued.
+
+        Raises:
+            SubmitError: a ValueError; the group could not run, and nothing was enqueued.
+            QueueFullError: ``max_queued_groups`` groups wait to start.
+        """
+        packed = self._spec(data, workflow, workflow_kwargs).pack()
+        size, rules = self._rules(
+            group_size, reward_normalization, drop_incomplete_group, min_usable_group_size, should_accept_fn
+        )
+        if len(packed) > _MAX_SPEC_BYTES:
+            raise SubmitError(f"the group is {len(packed)} bytes, above the bound of {_MAX_SPEC_BYTES}; pass paths instead")
+        # A key of our own where none is given, so that repeating the call after a lost answer enqueues nothing twice.
+        task_id, _ = await self._store.submit(packed, rules.pack(), size, idempotency_key or uuid.uuid4().hex)
+        return task_id
+
+    def _spec(self, data: dict[str, Any], workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None) -> GroupSpec:
+        if not isinstance(data, dict):
+            raise SubmitError(f"data is a {type(data).__name__}; a prompt is a dict")
+        name, kwargs = name_workflow(workflow, workflow_kwargs, self.run_settings.import_allowlist)
+        return GroupSpec(workflow=name, kwargs=kwargs, data=encode_plain(data))
+
+    def _rules(
+        self,
+        group_size: int | None,
+        reward_normalization: bool | None,
+        drop_incomplete_group: bool | None,
+        min_usable_group_size: int | None,
+        should_accept_fn: Callable[[dict[str, Any]], bool] | str | None,
+    ) -> tuple[int, GroupRules]:
+        run = self.run_settings
+        size = run.group_size if group_size is None else group_size
+        if type(size) is not int or size < 1:
+            raise SubmitError(f"group_size={size!r}: must be an integer of at least 1")
+        normalize = run.reward_normalization if reward_normalization is None else reward_normalization
+        accept = None
+        if should_accept_fn is not None:
+            accept = name_callable(should_accept_fn, run.import_allowlist, "should_accept_fn")
+        explicit = run.min_usable_group_size if min_usable_group_size is None else min_usable_group_size
+        return size, GroupRules(
+            min_usable_group_size=minimum_usable(size, normalize, explicit),
+            drop_incomplete_group=run.drop_incomplete_group if drop_incomplete_group is None else drop_incomplete_group,
+            reward_normalization=normalize,
+            should_accept_fn=accept,
+        )
+
+    async def end_of_data(self) -> None:
+        """Say that nothing more will be submitted: the last batch may be partial, and readers come to an end.
+
+        A later ``submit`` opens the data again.
+        """
+        await self._store.end_of_data()
+
+    def batches(self, consumer: str = "trainer", *, timeout_s: float | None = None) -> AsyncBatchStream:
+        """The run's batches from where `consumer` stands; `timeout_s` bounds the wait for each (None: no bound)."""
+        return AsyncBatchStream(self._store, self.run_settings, consumer, timeout_s)
+
+    async def set_version(self, version: int) -> None:
+        """Tell the run that the policy is at `version`. Raises VersionError if that would go backwards."""
+        await self._store.set_version(version)
+
+    async def version(self) -> int:
+        """The policy version in force."""
+        return await self._store.version()
+
+    async def update_weights_from_disk(
+        self, path: str | Path, version: int, *, on_progress: Callable[[str], None] | None = None
+    ) -> WeightUpdateResult:
+        """Load the weights in folder `path`, which every server must see, on all servers; then set the version.
+
+        A server that fails leaves the rotation and is named in the result.
+
+        Raises:
+            WeightUpdateError: no server is registered, or none took the weights; the version has not moved.
+        """
+        urls = await self._store.servers()
+        if not urls:
+            raise WeightUpdateError(
+                "no inference server is registered in this run; set FOREBAY_SERVERS for the workers or call add_servers"
+            )
+        result = await update_weights_from_disk(
+            urls, str(Path(path).absolute()), version, self._engine, on_progress=on_progress
+        )
+        await self._store.remove_servers(result.out)
+        await self._store.set_version(version)
+        return result
+
+    async def add_servers(self, urls: Iterable[str]) -> None:
+        """Add inference servers to the run's registry."""
+        await self._store.add_servers(urls)
+
+    async def status(self) -> RunStatus:
+        """Where the groups of the run are, at one instant."""
+        return await self._store.status()
+
+
+def minimum_usable(group_size: int, normalize: bool, explicit: int | None) -> int:
+    """Usable rollouts below which a group is rejected (contract, section 4.6).
+
+    An explicit value wins; else 2 where rewards are normalized by group statistics, which need two observations,
+    and 1 otherwise. A group of one is complete by itself.
+
+    Raises:
+        SubmitError: the explicit value contradicts the group's size or its statistics.
+    """
+    if explicit is None:
+        return 2 if normalize and group_size >= 2 else 1
+    if type(explicit) is not int or not 1 <= explicit <= group_size:
+        raise SubmitError(f"min_usable_group_size={explicit!r}: must be an integer from 1 to group_size={group_size}")
+    if normalize and group_size >= 2 and explicit < 2:
+        raise SubmitError(
+            f"min_usable_group_size={explicit}: rewards are normalized by group statistics, which need at least 2 "
+            "usable rollouts; raise it, leave it out, or turn reward_normalization off"
+        )
+    return explicit

@@ -1,0 +1,130 @@
+"""Every error that forebay raises on purpose, in one tree.
+
+Each says what happened, to what, and what to do about it. Each also inherits the standard class it refines, so that
+code which knows nothing of forebay can catch it, and each survives a trip through another process.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CollectorUnavailableError",
+    "ConnectionLostError",
+    "ContractError",
+    "EpisodeTimeoutError",
+    "FencedError",
+    "ForebayError",
+    "FrameError",
+    "GenerationError",
+    "ImportNotAllowedError",
+    "ModelFolderError",
+    "PortInUseError",
+    "QueueFullError",
+    "RewardTimeoutError",
+    "RowsMissingError",
+    "RunNotReadyError",
+    "ServerUnavailableError",
+    "SettingsError",
+    "SlotDataError",
+    "StallError",
+    "SubmitError",
+    "VersionError",
+    "WeightUpdateError",
+    "WorkflowContractError",
+    "WorkflowError",
+]
+
+
+class ForebayError(Exception):
+    """Base of every error of forebay. ``str(error)`` is one clear line with the remedy."""
+
+
+class SettingsError(ForebayError, ValueError):
+    """A setting is missing, malformed, or contradicts another. Names the setting, its value and the remedy."""
+
+
+class PortInUseError(ForebayError, OSError):
+    """A server could not bind its port."""
+
+
+class ModelFolderError(ForebayError, FileNotFoundError):
+    """A model folder does not exist or holds no model."""
+
+
+class ConnectionLostError(ForebayError, ConnectionError):
+    """Redis could not be reached within the allowed time."""
+
+
+class RunNotReadyError(ForebayError, LookupError):
+    """Nobody has published the settings of this run: no collector has been started for it."""
+
+
+class CollectorUnavailableError(ForebayError, TimeoutError):
+    """No live collector serves the run, so no batch can arrive. Reading goes on by itself once one is back."""
+
+
+class StallError(ForebayError, TimeoutError):
+    """The trainer waits for something that cannot come by itself; the text says what must happen first."""
+
+
+class SubmitError(ForebayError, ValueError):
+    """A prompt group was refused at submit; nothing of it was enqueued."""
+
+
+class QueueFullError(ForebayError, BlockingIOError):
+    """The prompt queue holds ``max_queued_groups`` groups already: back-pressure. Submit again later."""
+
+
+class WorkflowError(SubmitError):
+    """A workflow cannot be named, imported or rebuilt on a worker."""
+
+
+class ImportNotAllowedError(WorkflowError):
+    """A module lies outside the run's import allowlist."""
+
+
+class ContractError(ForebayError, ValueError):
+    """A result breaks the rollout contract (wrong format, mixed kinds, inconsistent rewards)."""
+
+
+class WorkflowContractError(ContractError):
+    """A workflow returned something that the contract forbids. The slot, or its group, is not trained on."""
+
+
+class SlotDataError(ForebayError, ValueError):
+    """A value of one slot is unusable (NaN, infinite, too short); that slot fails with kind ``data``."""
+
+
+class GenerationError(ForebayError, RuntimeError):
+    """The inference server refused a request for good (a permanent 4xx). Carries the server's own text."""
+
+
+class ServerUnavailableError(ForebayError, ConnectionError):
+    """No inference server could take the request within the allowed time."""
+
+
+class EpisodeTimeoutError(ForebayError, TimeoutError):
+    """An episode took longer than ``episode_timeout_s``."""
+
+
+class RewardTimeoutError(ForebayError, TimeoutError):
+    """A reward function ran into its time limit; its process was killed and replaced."""
+
+
+class FrameError(ForebayError, ValueError):
+    """A frame from the wire is truncated, of an unknown version, or larger than it may be."""
+
+
+class RowsMissingError(ForebayError, LookupError):
+    """The rows of a slot that a batch counts are gone from Redis."""
+
+
+class FencedError(ForebayError, RuntimeError):
+    """This collector lost its lease to another one and may change nothing any more."""
+
+
+class VersionError(ForebayError, ValueError):
+    """The policy version would move backwards."""
+
+
+class WeightUpdateError(ForebayError, RuntimeError):
+    """No inference server holds the new weights. ``results`` on the exception names each server's state."""

@@ -1,0 +1,53 @@
+"""Import strings and the allowlist of modules they may lead to (contract, section 2)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from forebay.errors import ImportNotAllowedError, WorkflowError
+
+__all__ = ["check_allowed", "import_object", "split"]
+
+
+def split(name: str) -> tuple[str, str]:
+    """``package.module:Name`` or ``package.module.Name`` as ``(module, name)``. Raises WorkflowError."""
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    parts = [*module.split("."), *attribute.split(".")]
+    if not all(part.isidentifier() for part in parts):
+        raise WorkflowError(f"{name!r} is no import string; write package.module:Name")
+    return module, attribute
+
+
+def check_allowed(name: str, allowlist: Sequence[str]) -> None:
+    """Raise ImportNotAllowedError unless the module of `name` lies under a prefix of `allowlist`."""
+    module, _ = split(name)
+    if not any(module == prefix or module.startswith(prefix + ".") for prefix in allowlist):
+        raise ImportNotAllowedError(
+            f"{name}: the module {module} is not in the run's import allowlist ({', '.join(allowlist)}); "
+            "add its package to FOREBAY_IMPORT_ALLOWLIST of the collector, which publishes it"
+        )
+
+
+def import_object(name: str, allowlist: Sequence[str]) -> Any:
+    """The object that `name` leads to.
+
+    Raises:
+        ImportNotAllowedError: its module is not allowed; nothing was imported.
+        WorkflowError: there is no such module or attribute, or importing it failed.
+    """
+    check_allowed(name, allowlist)
+    module, attribute = split(name)
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise WorkflowError(f"{name}: cannot import {module}: {error}; is it on the path (PYTHONPATH)?") from error
+    except Exception as error:  # a user's module may fail in any way while it is imported
+        raise WorkflowError(f"{name}: importing {module} failed: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise WorkflowError(f"{name}: {module} has no {attribute}") from None
+    return found

@@ -1,0 +1,193 @@
+"""Settings, read from the environment (``FOREBAY_...``) or given as keyword arguments.
+
+Three groups: :class:`Settings` says which run and where Redis is, and every process has one; :class:`RunSettings` are
+the rules of the run, published in Redis by its collector, so that all processes follow the same; the settings of one
+engine client are :class:`EngineSettings`. Durations end in ``_s`` and are seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from forebay.errors import SettingsError
+from forebay.outcomes import FailureKind
+
+__all__ = ["EngineSettings", "RunSettings", "Settings", "load"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def _valid_name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise ValueError("use 1 to 100 letters, digits, '.', '_' or '-', and start with a letter or a digit")
+    return value
+
+
+def _split(value: object) -> object:
+    """``a,b`` from the environment as a list."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+S = TypeVar("S", bound=BaseSettings)
+_Name = Annotated[str, AfterValidator(_valid_name)]
+
+
+class _Base(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="FOREBAY_", frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Settings(_Base):
+    """Which run this process belongs to, and where its Redis is."""
+
+    experiment_name: _Name = "dev"
+    trial_name: _Name = "trial0"
+    redis_url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379/0"), validation_alias="REDIS_URL")
+    """``redis://[[user]:password@]host:port/db``; ``rediss://`` for TLS. Never printed with its password."""
+    redis_timeout_s: float = Field(10.0, gt=0)
+    """How long one Redis call may take, retries of a lost connection included, before it is an error."""
+    servers: Annotated[list[str], NoDecode] = Field(default_factory=list)
+    """Base URLs of inference servers to add to the run's registry; comma-separated in the environment."""
+    home: Path = Path(".forebay")
+    """Folder of the local processes: Redis data, logs, process table."""
+
+    _split_servers = field_validator("servers", mode="before")(_split)
+
+    @property
+    def run(self) -> str:
+        """The namespace of every key and of the dump folder: ``experiment/trial``."""
+        return f"{self.experiment_name}/{self.trial_name}"
+
+
+class RunSettings(_Base):
+    """The rules of a run. The collector publishes them when it starts; workers and trainers read them from Redis."""
+
+    batch_size: int = Field(8, ge=1)
+    """Groups in a batch."""
+    batches_per_version: int = Field(1, ge=1)
+    """Batches that the trainer takes for each step of the version."""
+    max_staleness: int = Field(1, ge=0)
+    """Bound on staleness, in versions (contract, section 6)."""
+    max_concurrent: int = Field(1024, ge=1)
+    """Bound on groups that run at once."""
+    max_queued_groups: int = Field(10_000, ge=1)
+    """Bound on submitted groups that wait to start; past it ``submit`` raises QueueFullError."""
+
+    group_size: int = Field(8, ge=1)
+    """Default of ``submit``."""
+    min_usable_group_size: int | None = Field(None, ge=1)
+    """None: derived, 2 where rewards are normalized by group statistics, else 1."""
+    drop_incomplete_group: bool = False
+    reward_normalization: bool = False
+    """Default of ``submit``: subtract the group's mean and divide by its standard deviation."""
+
+    episode_timeout_s: float = Field(600.0, gt=0)
+    group_deadline_s: float = Field(1800.0, gt=0)
+    """From the start of a group to its end; slots that are unfinished then have failed(timeout)."""
+    attempts_infra: int = Field(5, ge=1)
+    attempts_timeout: int = Field(2, ge=1)
+    attempts_data: int = Field(1, ge=1)
+    attempts_contract: int = Field(1, ge=1)
+    retry_backoff_s: float = Field(0.5, ge=0)
+    """Wait before the second attempt; doubles with each further one, up to 30 s."""
+    lease_s: float = Field(10.0, gt=0.5)
+    """A worker that has been silent for this long has lost its slots; they run again elsewhere."""
+    collector_lease_s: float = Field(5.0, gt=0.5)
+    stall_timeout_s: float = Field(300.0, gt=0)
+    """A trainer's read that cannot be served before the version moves is an error after this time."""
+
+    max_rows_bytes: int = Field(256 * 2**20, ge=1024)
+    """Bound on the encoded rows of one slot; more is failed(data)."""
+    rows_ttl_s: float = Field(6 * 3600.0, gt=60)
+    """Rows that no group counts vanish after this time."""
+    import_allowlist: Annotated[list[str], NoDecode] = Field(default_factory=lambda: ["forebay", "forebay_workers"])
+    """Module prefixes that workers and collectors may import for workflows, rewards and filters."""
+
+    dump_to_file: bool = False
+    fileroot: Path = Path(".forebay/dumps")
+    tokenizer_path: str | None = None
+    """Needed for dumps: what decodes token ids to text."""
+
+    _split_allowlist = field_validator("import_allowlist", mode="before")(_split)
+
+    @field_validator("import_allowlist")
+    @classmethod
+    def _with_own_modules(cls, value: list[str]) -> list[str]:
+        return list(dict.fromkeys(["forebay", "forebay_workers", *value]))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.group_deadline_s < self.episode_timeout_s:
+            raise ValueError(
+                f"group_deadline_s={self.group_deadline_s:g} is below episode_timeout_s={self.episode_timeout_s:g}: "
+                "every group would end before its first episode may; raise the deadline or lower the time-out"
+            )
+        if self.min_usable_group_size is not None and self.min_usable_group_size > self.group_size:
+            raise ValueError(
+                f"min_usable_group_size={self.min_usable_group_size} is above group_size={self.group_size}: "
+                "no group could ever be trained on"
+            )
+        if self.dump_to_file and not self.tokenizer_path:
+            raise ValueError("dump_to_file needs tokenizer_path, the model folder or name whose tokenizer decodes rows")
+        return self
+
+    @property
+    def capacity(self) -> int:
+        """``(max_staleness + 1) * batches_per_version * batch_size`` groups."""
+        return (self.max_staleness + 1) * self.batches_per_version * self.batch_size
+
+    def attempts(self, kind: FailureKind) -> int:
+        """Attempts that a slot has when it keeps failing with `kind`."""
+        return {
+            FailureKind.INFRA: self.attempts_infra,
+            FailureKind.TIMEOUT: self.attempts_timeout,
+            FailureKind.DATA: self.attempts_data,
+            FailureKind.CONTRACT: self.attempts_contract,
+        }[kind]
+
+
+class EngineSettings(_Base):
+    """How a worker, or a trainer that updates weights, talks to inference servers."""
+
+    model_config = SettingsConfigDict(env_prefix="FOREBAY_ENGINE_", frozen=True, extra="forbid")
+
+    backend: Literal["sglang"] = "sglang"
+    connect_timeout_s: float = Field(5.0, gt=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    """One generate call, headers to last byte."""
+    no_server_timeout_s: float = Field(60.0, gt=0)
+    """How long a request waits for any healthy server before it fails with kind infra."""
+    health_interval_s: float = Field(1.0, gt=0)
+    pause_poll_s: float = Field(0.05, gt=0)
+    """First wait while a server is paused or keeps aborting without progress; doubles up to one second."""
+    max_connections_per_server: int = Field(1024, ge=1)
+    affinity_entries: int = Field(65536, ge=1)
+    """Bound on remembered rid -> server pairs."""
+    pause_mode: Literal["retract", "abort", "in_place"] = "retract"
+    update_timeout_s: float = Field(300.0, gt=0)
+
+
+def load(kind: type[S], /, **values: Any) -> S:
+    """Build settings from the environment and `values`.
+
+    Raises:
+        SettingsError: one line for each bad setting, with its name, its value and what is allowed.
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        prefix = str(kind.model_config.get("env_prefix", ""))
+        lines = []
+        for item in error.errors(include_url=False, include_context=False):
+            name = ".".join(str(part) for part in item["loc"])
+            shown = f"{prefix}{name}".upper() if name else "settings"
+            secret = "redis" in name.lower() or not name  # a URL may hold a password; a whole model holds one
+            value = "" if secret else f"={item['input']!r}"
+            lines.append(f"{shown}{value}: {item['msg'].removeprefix('Value error, ')}")
+        raise SettingsError("; ".join(lines)) from None

@@ -1,0 +1,94 @@
+"""Connections to Redis, and what happens when one is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import redis.asyncio as redis_asyncio
+import stamina
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ReadOnlyError,
+)
+from redis.exceptions import (
+    ConnectionError as RedisConnectionError,
+)
+from redis.exceptions import (
+    TimeoutError as RedisTimeoutError,
+)
+
+from forebay.errors import ConnectionLostError, SettingsError
+
+__all__ = ["SOCKET_TIMEOUT_S", "address", "connect", "riding_through"]
+
+T = TypeVar("T")
+
+SOCKET_TIMEOUT_S = 5.0
+"""Longest silence on a connection. Every BLOCK in the project is shorter."""
+
+_PASSING = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+
+
+def address(url: str) -> str:
+    """`url` without its user and password, fit to be shown."""
+    parts = urlsplit(url)
+    port = f":{parts.port}" if parts.port else ""
+    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+
+
+def connect(url: str, *, max_connections: int = 64) -> redis_asyncio.Redis:
+    """A client of the server at `url`; nothing is sent yet.
+
+    Raises:
+        SettingsError: `url` is no Redis URL.
+    """
+    try:
+        pool = redis_asyncio.BlockingConnectionPool.from_url(
+            url,
+            max_connections=max_connections,
+            timeout=SOCKET_TIMEOUT_S,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            health_check_interval=30,
+        )
+    except ValueError as error:
+        raise SettingsError(f"REDIS_URL is no Redis URL ({error}); use redis://host:port/db") from None
+    return redis_asyncio.Redis(connection_pool=pool)
+
+
+async def riding_through(call: Callable[[], Awaitable[T]], url: str, timeout_s: float) -> T:
+    """Run `call`, again and again while Redis is away or loading, for at most `timeout_s`.
+
+    Only for calls that may be repeated: all scripts are written so that they may.
+
+    Raises:
+        ConnectionLostError: Redis was not to be had in that time.
+    """
+    try:
+        try:
+            return await call()
+        except _PASSING as error:
+            if not _passing(error):
+                raise
+        async for attempt in stamina.retry_context(
+            on=_passing, attempts=None, timeout=timeout_s, wait_initial=0.05, wait_max=1.0, wait_jitter=0.2
+        ):
+            with attempt:
+                return await call()
+    except AuthenticationError as error:
+        raise ConnectionLostError(
+            f"Redis at {address(url)} refused the credentials ({error}); check the user and the password in REDIS_URL"
+        ) from None
+    except _PASSING as error:
+        raise ConnectionLostError(
+            f"Redis at {address(url)} cannot be reached ({type(error).__name__}, tried for {timeout_s:g} s); "
+            "start one with `make up`, or set REDIS_URL"
+        ) from error
+    raise ConnectionLostError(f"Redis at {address(url)} cannot be reached")  # not reached: stamina returns or raises
+
+
+def _passing(error: Exception) -> bool:
+    return isinstance(error, _PASSING) and not isinstance(error, AuthenticationError)

@@ -1,0 +1,141 @@
+"""The name of every key. The scripts build the same names from the prefix (``lua/_lib.lua``).
+
+All keys of a run carry the hash tag ``{experiment/trial}``, and so do arq's own keys, whose job ids begin with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ADMISSION_GROUP", "Keys"]
+
+ADMISSION_GROUP = "admission"
+"""Consumer group on the prompts stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one run."""
+
+    run: str
+
+    @property
+    def prefix(self) -> str:
+        """What every key of the run begins with."""
+        return f"forebay:{{{self.run}}}:"
+
+    def _key(self, name: str) -> str:
+        return self.prefix + name
+
+    @property
+    def settings(self) -> str:
+        """String: the run's settings as JSON, published by the collector."""
+        return self._key("settings")
+
+    @property
+    def state(self) -> str:
+        """Hash: version, delivered_ahead, the capacity rule's numbers, sequences, epoch."""
+        return self._key("state")
+
+    @property
+    def counters(self) -> str:
+        """Hash: totals since the run began; they only grow."""
+        return self._key("counters")
+
+    @property
+    def prompts(self) -> str:
+        """Stream: task ids of submitted groups that wait to start."""
+        return self._key("prompts")
+
+    @property
+    def running(self) -> str:
+        """Set: task ids whose slots run."""
+        return self._key("running")
+
+    @property
+    def ready(self) -> str:
+        """Sorted set: accepted groups that wait for a batch, by the order of their commit."""
+        return self._key("ready")
+
+    @property
+    def cut(self) -> str:
+        """Hash: task id -> batch id, for groups in batches that nobody has read yet."""
+        return self._key("cut")
+
+    @property
+    def leases(self) -> str:
+        """Sorted set: ``task:idx:attempt`` by the server time, ms, at which its lease ends."""
+        return self._key("leases")
+
+    @property
+    def deadlines(self) -> str:
+        """Sorted set: running task ids by the server time, ms, of their deadline."""
+        return self._key("deadlines")
+
+    @property
+    def evicted(self) -> str:
+        """List: evicted groups whose dump the collector has yet to mark."""
+        return self._key("evicted")
+
+    @property
+    def jobs(self) -> str:
+        """Sorted set: arq's queue of slot jobs."""
+        return self._key("jobs")
+
+    @property
+    def results(self) -> str:
+        """Stream: headers of ended slots. ``0`` is the partition; one collector owns it by lease."""
+        return self._key("results:0")
+
+    @property
+    def batches(self) -> str:
+        """Stream: indexes of cut batches."""
+        return self._key("batches")
+
+    @property
+    def servers(self) -> str:
+        """Set: base URLs of inference servers."""
+        return self._key("servers")
+
+    @property
+    def workers(self) -> str:
+        """Hash: worker id -> what it last said of itself (msgpack)."""
+        return self._key("workers")
+
+    @property
+    def workers_seen(self) -> str:
+        """Sorted set: worker ids by the server time, ms, of their last heart-beat."""
+        return self._key("workers:seen")
+
+    @property
+    def collector(self) -> str:
+        """String with expiry: the owner of the collector lease."""
+        return self._key("lease:collector")
+
+    @property
+    def wake_admission(self) -> str:
+        """List of at most one entry: something changed that may let a group start."""
+        return self._key("wake:admission")
+
+    @property
+    def wake_cutter(self) -> str:
+        """List of at most one entry: something changed that may let a batch be cut."""
+        return self._key("wake:cutter")
+
+    def group(self, task_id: int) -> str:
+        """Hash: one group; after its end a tombstone that expires."""
+        return self._key(f"group:{task_id}")
+
+    def rows(self, task_id: int, sample_idx: int, attempt: int) -> str:
+        """String: the encoded rows of one attempt."""
+        return self._key(f"rows:{task_id}:{sample_idx}:{attempt}")
+
+    def job_id(self, task_id: int, sample_idx: int, attempt: int) -> str:
+        """The arq job id of an attempt."""
+        return f"{{{self.run}}}:{task_id}:{sample_idx}:{attempt}"
+
+    @staticmethod
+    def parse_job_id(job_id: str) -> tuple[int, int, int]:
+        """``(task_id, sample_idx, attempt)`` of an arq job id; ValueError if it is none of ours."""
+        _, task_id, sample_idx, attempt = job_id.rsplit(":", 3)
+        return int(task_id), int(sample_idx), int(attempt)

@@ -1,0 +1,110 @@
+-- Prepended to every script. KEYS[1] is the run's key prefix, which carries the hash tag; all names derive from it,
+-- as in store/keys.py. Times are the server's, in ms, so that hosts with different clocks agree on leases.
+local prefix = KEYS[1]
+local tag = string.match(prefix, '{.-}')
+local call = redis.call
+
+local function key(name) return prefix .. name end
+local function group_key(task) return prefix .. 'group:' .. task end
+local function rows_key(task, idx, attempt) return prefix .. 'rows:' .. task .. ':' .. idx .. ':' .. attempt end
+local function batch_key(batch) return prefix .. 'batch:' .. batch end
+local function job_id(task, idx, attempt) return tag .. ':' .. task .. ':' .. idx .. ':' .. attempt end
+local function member(task, idx, attempt) return task .. ':' .. idx .. ':' .. attempt end
+
+local STATE, COUNTERS = key('state'), key('counters')
+local TOMBSTONE_S = 3600
+local JOB_TTL_MS = 7 * 86400 * 1000
+local MAX_BACKOFF_MS = 30000
+
+local function now_ms()
+  local t = call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function number(field, default)
+  return tonumber(call('HGET', STATE, field)) or default
+end
+
+local function count(name, by) call('HINCRBY', COUNTERS, name, by or 1) end
+
+local function wake(name)
+  local k = key('wake:' .. name)
+  if call('LLEN', k) == 0 then call('LPUSH', k, '1') end
+end
+
+-- A collector that lost its lease carries an old epoch and may change nothing.
+local function fenced(epoch) return call('HGET', STATE, 'epoch') ~= epoch end
+
+-- arq's job record as its msgpack serializer would write it: {t: nil, f: 'run_slot', a: [], k: {}, et: ms}.
+local function enqueue(task, idx, attempt, at_ms)
+  local id = job_id(task, idx, attempt)
+  local record = '\133\161t\192\161f\168run_slot\161a\144\161k\128\162et' .. cmsgpack.pack(now_ms())
+  call('SET', 'arq:job:' .. id, record, 'PX', JOB_TTL_MS)
+  call('ZADD', key('jobs'), at_ms, id)
+  call('HSET', group_key(task), 'a' .. idx, attempt)
+end
+
+-- Takes an attempt out of the queue and out of the leases, so that nothing starts or counts it any more.
+local function retire(task, idx, attempt)
+  local id = job_id(task, idx, attempt)
+  call('ZREM', key('leases'), member(task, idx, attempt))
+  call('ZREM', key('jobs'), id)
+  call('UNLINK', 'arq:job:' .. id, 'arq:in-progress:' .. id, 'arq:retry:' .. id)
+end
+
+-- Counts a failure against the slot's budget of its kind: 'retry' (the next attempt is queued) or 'final'.
+local function fail_attempt(task, idx, attempt, kind, now)
+  retire(task, idx, attempt)
+  local fails = call('HINCRBY', group_key(task), 'f' .. idx .. ':' .. kind, 1)
+  if fails >= number('attempts:' .. kind, 1) then return 'final' end
+  local wait = math.min(number('backoff_ms', 500) * 2 ^ (fails - 1), MAX_BACKOFF_MS)
+  enqueue(task, idx, attempt + 1, now + wait)
+  count('retries:' .. kind)
+  return 'retry'
+end
+
+-- Records the one outcome of a slot.
+local function settle(task, idx, attempt, header)
+  local entry = call('XADD', key('results:0'), '*', 't', task, 'i', idx, 'h', header)
+  call('HSET', group_key(task), 'd' .. idx, attempt, 'e' .. idx, entry)
+end
+
+local function unlink_rows(task)
+  local g = group_key(task)
+  for idx = 0, (tonumber(call('HGET', g, 'n')) or 0) - 1 do
+    local attempt = call('HGET', g, 'd' .. idx)
+    if attempt then call('UNLINK', rows_key(task, idx, attempt)) end
+  end
+end
+
+-- What stays of a group that has ended: its outcome, for an hour.
+local function bury(task, state, reason)
+  local g = group_key(task)
+  unlink_rows(task)
+  local dump = call('HGET', g, 'dump')
+  call('UNLINK', g)
+  call('HSET', g, 'st', state, 'why', reason, 'dump', dump or '')
+  call('EXPIRE', g, TOMBSTONE_S)
+end
+
+local function evict(task, version)
+  local head = call('HGET', group_key(task), 'head')
+  local reason = 'stale: head version ' .. head .. ', training at version ' .. version
+  call('ZREM', key('ready'), task)
+  call('HDEL', key('cut'), task)
+  bury(task, 'evicted', reason)
+  count('evicted')
+  if call('HGET', group_key(task), 'dump') ~= '' then call('LPUSH', key('evicted'), task) end
+  wake('admission')
+end
+
+-- The version at which a group will be trained on when `before` groups are handed over ahead of it (contract 6).
+local function version_at_training(before)
+  local per_version = number('k', 1) * number('B', 1)
+  return number('version', 0) + math.floor((number('ahead', 0) + before) / per_version)
+end
+
+local function stale_at(task, version)
+  local head = tonumber(call('HGET', group_key(task), 'head'))
+  return head ~= nil and head >= 0 and version - head > number('s', 0)
+end

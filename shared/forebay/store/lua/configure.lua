@@ -1,0 +1,8 @@
+-- Publishes the run's rules. ARGV: epoch, settings JSON, field, value, ... Returns 1, or 0 if fenced.
+if fenced(ARGV[1]) then return 0 end
+call('SET', key('settings'), ARGV[2])
+for at = 3, #ARGV, 2 do call('HSET', STATE, ARGV[at], ARGV[at + 1]) end
+call('HSETNX', STATE, 'version', 0)
+redis.pcall('XGROUP', 'CREATE', key('prompts'), 'admission', '0', 'MKSTREAM') -- an error: it exists
+wake('admission')
+return 1

@@ -1,0 +1,28 @@
+-- Cuts a batch from ready groups, judging freshness for the version at which it will be trained on.
+-- ARGV: epoch, index, task, ... Returns {'cut', batch id}, {'again', evicted ...} (something changed: read the ready
+-- set anew), or {'fenced'}.
+if fenced(ARGV[1]) then return {'fenced'} end
+local version = version_at_training(call('HLEN', key('cut')))
+local again = {'again'}
+local missing = false
+for at = 3, #ARGV do
+  local task = ARGV[at]
+  if not call('ZSCORE', key('ready'), task) then
+    missing = true
+  elseif stale_at(task, version) then
+    evict(task, version)
+    again[#again + 1] = task
+  end
+end
+if missing or #again > 1 then return again end
+local batch = call('HINCRBY', STATE, 'batch_seq', 1)
+for at = 3, #ARGV do
+  call('ZREM', key('ready'), ARGV[at])
+  call('HSET', key('cut'), ARGV[at], batch)
+  call('HSET', group_key(ARGV[at]), 'st', 'batched', 'batch', batch)
+  call('RPUSH', batch_key(batch) .. ':tasks', ARGV[at])
+end
+call('HSET', batch_key(batch), 'st', 'unread')
+call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
+count('batches_cut')
+return {'cut', tostring(batch)}

@@ -1,0 +1,16 @@
+-- A worker says that it lives and renews its leases.
+-- ARGV: worker, what it says of itself, lease ms, task, idx, attempt, ... Returns the attempts it has lost, as
+-- "task:idx:attempt", so that it stops them.
+local now = now_ms()
+call('HSET', key('workers'), ARGV[1], ARGV[2])
+call('ZADD', key('workers:seen'), now, ARGV[1])
+local lost = {}
+for at = 4, #ARGV, 3 do
+  local m = member(ARGV[at], ARGV[at + 1], ARGV[at + 2])
+  if call('ZSCORE', key('leases'), m) then
+    call('ZADD', key('leases'), 'XX', now + tonumber(ARGV[3]), m)
+  else
+    lost[#lost + 1] = m
+  end
+end
+return lost

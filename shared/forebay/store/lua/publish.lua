@@ -1,0 +1,31 @@
+-- Records how an attempt ended. The first valid result of a slot counts, whichever attempt brought it.
+-- ARGV: task, idx, attempt, outcome, failure kind or '', header.
+-- Returns 'accepted', 'retry' (another attempt is queued), 'duplicate', 'superseded' or 'late'.
+local task, idx, attempt, outcome, kind, header = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local g = group_key(task)
+local rows = rows_key(task, idx, attempt)
+local done = call('HGET', g, 'd' .. idx)
+if done == attempt then return 'accepted' end -- a repeated call
+if call('HGET', g, 'st') ~= 'running' then
+  call('UNLINK', rows)
+  count('late')
+  return 'late'
+end
+if done then
+  call('UNLINK', rows)
+  count('duplicates')
+  return 'duplicate'
+end
+local current = call('HGET', g, 'a' .. idx)
+if outcome == 'failed' then
+  if current ~= attempt then return 'superseded' end
+  count('failures:' .. kind)
+  if fail_attempt(task, idx, tonumber(attempt), kind, now_ms()) == 'retry' then return 'retry' end
+elseif current ~= attempt then
+  retire(task, idx, current)
+end
+retire(task, idx, attempt)
+call('PERSIST', rows)
+settle(task, idx, attempt, header)
+count('slots:' .. outcome)
+return 'accepted'

@@ -1,0 +1,43 @@
+-- Supersedes attempts whose lease has ended, and closes groups whose deadline has passed.
+-- ARGV: epoch, most to handle. Returns {leases ended, groups closed}, or {-1, 0} if fenced.
+if fenced(ARGV[1]) then return {-1, 0} end
+local now, most = now_ms(), tonumber(ARGV[2])
+
+local function failure(task, idx, attempt, kind, reason)
+  return cmsgpack.pack({task = tonumber(task), idx = tonumber(idx), attempt = tonumber(attempt),
+                        outcome = 'failed', kind = kind, reason = reason})
+end
+
+local expired = call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, most)
+for _, m in ipairs(expired) do
+  local task, idx, attempt = string.match(m, '^(%d+):(%d+):(%d+)$')
+  local g = group_key(task)
+  call('ZREM', key('leases'), m)
+  local slot = call('HMGET', g, 'st', 'd' .. idx, 'a' .. idx, 'w' .. idx)
+  if slot[1] == 'running' and not slot[2] and slot[3] == attempt then
+    count('leases_lost')
+    count('failures:infra')
+    if fail_attempt(task, idx, tonumber(attempt), 'infra', now) == 'final' then
+      settle(task, idx, attempt, failure(task, idx, attempt, 'infra', 'worker ' .. (slot[4] or '?') .. ' fell silent'))
+      count('slots:failed')
+    end
+  end
+end
+
+local late = call('ZRANGEBYSCORE', key('deadlines'), '-inf', now, 'LIMIT', 0, most)
+for _, task in ipairs(late) do
+  local g = group_key(task)
+  call('ZREM', key('deadlines'), task)
+  if call('HGET', g, 'st') == 'running' then
+    for idx = 0, tonumber(call('HGET', g, 'n')) - 1 do
+      local slot = call('HMGET', g, 'd' .. idx, 'a' .. idx)
+      if not slot[1] then
+        retire(task, idx, slot[2])
+        settle(task, idx, slot[2], failure(task, idx, slot[2], 'timeout', 'the deadline of the group passed'))
+        count('failures:timeout')
+        count('slots:failed')
+      end
+    end
+  end
+end
+return {#expired, #late}

@@ -1,0 +1,513 @@
+"""One typed method for each transition. Nothing else in the project talks to Redis.
+
+Invariants, each held by the scripts and proved by the named test (``tests/integration/``):
+
+- Conservation: submitted = delivered + rejected + evicted + in flight (``test_store.py::test_conservation``).
+- A slot has one counted result (``test_store.py::test_first_valid_result_wins``); repeating any call changes nothing
+  (``test_store.py::test_repeating_any_call_changes_nothing``).
+- running + ready + cut + delivered_ahead <= (s + 1) * k * B (``test_store.py::test_admission_honours_capacity``).
+- No first hand-over contains a stale group (``test_store.py::test_stale_batch_is_dissolved``).
+- Who lost its lease changes nothing (``test_store.py::test_fencing``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import msgpack
+import redis.asyncio as redis_asyncio
+from pydantic import ValidationError
+
+from forebay.errors import FencedError, QueueFullError, RunNotReadyError, VersionError
+from forebay.outcomes import FailureKind, SlotOutcome
+from forebay.settings import RunSettings, Settings
+from forebay.store.connection import connect, riding_through
+from forebay.store.keys import Keys
+from forebay.store.scripts import source
+
+__all__ = ["BatchEntry", "Lease", "ResultEntry", "RunStatus", "Store", "Taken"]
+
+T = TypeVar("T")
+
+_IDEMPOTENCY_TTL_S = 7 * 86400
+_BLOCK_MAX_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a worker got when it began an attempt."""
+
+    spec: bytes
+    group_size: int
+    deadline_s: float
+    """Seconds from now to the group's deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultEntry:
+    """One entry of the results stream."""
+
+    entry_id: str
+    task_id: int
+    sample_idx: int
+    header: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEntry:
+    """A batch as handed over."""
+
+    entry_id: str
+    batch_id: int
+    index: bytes
+    version: int
+    """The version in force at the hand-over."""
+    redelivered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The answer to a reader that asks for the next batch; one of the three fields is set, or none: nothing yet."""
+
+    batch: BatchEntry | None = None
+    end: bool = False
+    blocked_at_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Where the groups of the run are, at one instant."""
+
+    version: int
+    delivered_ahead: int
+    capacity: int
+    queued: int
+    running: int
+    ready: int
+    cut: int
+    queued_jobs: int
+    leased: int
+    collector_alive: bool
+    counters: dict[str, int]
+    workers: dict[str, dict[str, Any]]
+    """Live workers by id: what they last said of themselves, with ``silent_s``."""
+    servers: tuple[str, ...]
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that have been submitted and have not ended."""
+        return self.queued + self.running + self.ready + self.cut
+
+    def count(self, name: str) -> int:
+        """The total of counter `name` since the run began."""
+        return self.counters.get(name, 0)
+
+
+class Store:
+    """The state of one run."""
+
+    def __init__(self, client: redis_asyncio.Redis, url: str, run: str, timeout_s: float) -> None:
+        self._redis = client
+        self._url = url
+        self._timeout_s = timeout_s
+        self.keys = Keys(run)
+        self._scripts: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, settings: Settings, *, max_connections: int = 64) -> Store:
+        """The store of the run that `settings` name; connects on the first call."""
+        url = settings.redis_url.get_secret_value()
+        return cls(connect(url, max_connections=max_connections), url, settings.run, settings.redis_timeout_s)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()
+
+    # -- calling ------------------------------------------------------------------------------------------------------
+
+    async def _ride(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await riding_through(call, self._url, self._timeout_s)
+
+    async def _run(self, name: str, *args: Any) -> Any:
+        script = self._scripts.get(name)
+        if script is None:
+            script = self._scripts[name] = self._redis.register_script(source(name))
+        return await self._ride(lambda: script(keys=[self.keys.prefix], args=args))
+
+    async def ping(self) -> None:
+        """Raise ConnectionLostError unless Redis answers."""
+        await self._ride(lambda: cast("Awaitable[bool]", self._redis.ping()))
+
+    # -- the producer -------------------------------------------------------------------------------------------------
+
+    async def submit(self, spec: bytes, rules: bytes, group_size: int, idempotency_key: str) -> tuple[int, bool]:
+        """Enqueue a group: its task id, and whether this call created it.
+
+        Raises:
+            QueueFullError: the queue is at its bound.
+        """
+        first, second = await self._run("submit", idempotency_key, _IDEMPOTENCY_TTL_S, spec, group_size, rules)
+        if first == b"full":
+            raise QueueFullError(
+                f"{int(second)} groups wait to start, the bound max_queued_groups; submit again when some have started"
+            )
+        return int(first), second == b"created"
+
+    async def end_of_data(self) -> None:
+        """No more groups: the last batch may be partial, and readers come to an end."""
+        await self._run("end_of_data")
+
+    # -- the worker ---------------------------------------------------------------------------------------------------
+
+    async def admit(self, most: int, deadline_s: float) -> tuple[int, int]:
+        """Start up to `most` queued groups: ``(started, capacity left)``."""
+        started, left = await self._run("admit", most, int(deadline_s * 1000))
+        return int(started), int(left)
+
+    async def claim(self, most: int, claim_s: float) -> list[str]:
+        """Up to `most` job ids that are due, claimed for `claim_s`: time enough to begin them."""
+        return [job.decode() for job in await self._run("claim", most, int(claim_s * 1000))]
+
+    async def begin(self, task_id: int, sample_idx: int, attempt: int, worker: str, lease_s: float) -> Lease | str:
+        """Take the lease of an attempt, or the word why it is not wanted: ended, filled, superseded or leased."""
+        answer = await self._run("begin", task_id, sample_idx, attempt, worker, int(lease_s * 1000))
+        if answer[0] != b"run":
+            return str(answer[0].decode())
+        _, spec, group_size, deadline_ms, now_ms = answer
+        return Lease(spec, int(group_size), (int(deadline_ms) - int(now_ms)) / 1000)
+
+    async def heartbeat(
+        self, worker: str, about: dict[str, Any], lease_s: float, held: Iterable[tuple[int, int, int]]
+    ) -> list[tuple[int, int, int]]:
+        """Say that `worker` lives and renew what it holds: the attempts that it has lost meanwhile."""
+        flat = [part for attempt in held for part in attempt]
+        lost = await self._run("heartbeat", worker, msgpack.packb(about), int(lease_s * 1000), *flat)
+        return [cast("tuple[int, int, int]", tuple(int(part) for part in item.split(b":"))) for item in lost]
+
+    async def sign_off(self, worker: str) -> None:
+        """Take `worker` off the list of live workers."""
+        await self._ride(lambda: cast("Awaitable[int]", self._redis.hdel(self.keys.workers, worker)))
+        await self._ride(lambda: self._redis.zrem(self.keys.workers_seen, worker))
+
+    async def publish(
+        self,
+        task_id: int,
+        sample_idx: int,
+        attempt: int,
+        *,
+        outcome: SlotOutcome,
+        kind: FailureKind | None,
+        header: bytes,
+        rows: bytes | None,
+        rows_ttl_s: float,
+    ) -> str:
+        """Record how an attempt ended, its rows first: accepted, retry, duplicate, superseded or late."""
+        if rows is not None:
+            name = self.keys.rows(task_id, sample_idx, attempt)
+            await self._ride(lambda: self._redis.set(name, rows, px=int(rows_ttl_s * 1000)))
+        answer = await self._run("publish", task_id, sample_idx, attempt, outcome.value, kind or "", header)
+        return str(answer.decode())
+
+    async def release(self, task_id: int, sample_idx: int, attempt: int) -> bool:
+        """Hand an attempt back, to run again at once on another worker."""
+        return bool(await self._run("release", task_id, sample_idx, attempt))
+
+    # -- the collector ------------------------------------------------------------------------------------------------
+
+    async def lead(self, owner: str, lease_s: float) -> int:
+        """Take or renew the collector lease: the fencing epoch, or 0 if another collector holds it."""
+        return int(await self._run("lead", owner, int(lease_s * 1000)))
+
+    async def resign(self, owner: str) -> None:
+        """Give the collector lease up, if `owner` holds it."""
+        if await self._ride(lambda: self._redis.get(self.keys.collector)) == owner.encode():
+            await self._ride(lambda: self._redis.delete(self.keys.collector))
+
+    async def configure(self, epoch: int, settings: RunSettings) -> None:
+        """Publish the run's rules. Raises FencedError."""
+        fields: dict[str, Any] = {
+            "B": settings.batch_size,
+            "k": settings.batches_per_version,
+            "s": settings.max_staleness,
+            "max_concurrent": settings.max_concurrent,
+            "max_queued": settings.max_queued_groups,
+            "backoff_ms": int(settings.retry_backoff_s * 1000),
+            **{f"attempts:{kind.value}": settings.attempts(kind) for kind in FailureKind},
+        }
+        flat = [part for item in fields.items() for part in item]
+        if not await self._run("configure", epoch, settings.model_dump_json(), *flat):
+            raise _fenced()
+
+    async def read_results(self, after: str, count: int, block_s: float) -> list[ResultEntry]:
+        """Entries of the results stream after entry `after` (``"0"``: from the start), waiting up to `block_s`.
+
+        Entries stay in the stream until their group is committed, so a new collector begins at the start.
+        """
+        read = await self._ride(
+            lambda: self._redis.xread({self.keys.results: after}, count=count, block=_block_ms(block_s))
+        )
+        if not read:
+            return []
+        return [
+            ResultEntry(entry.decode(), int(fields[b"t"]), int(fields[b"i"]), fields[b"h"])
+            for entry, fields in read[0][1]
+        ]
+
+    async def group_rules(self, task_id: int) -> tuple[bytes, int] | None:
+        """``(rules, group size)`` of a running group; None of one that has ended."""
+        state, rules, size = await self._ride(
+            lambda: cast("Awaitable[list[Any]]", self._redis.hmget(self.keys.group(task_id), ["st", "rules", "n"]))
+        )
+        return (rules, int(size)) if state == b"running" else None
+
+    async def commit(
+        self, epoch: int, task_id: int, decision: str, *, reason: str = "", summary: bytes = b"", head: int = -1,
+        dump_folder: str = "",
+    ) -> bool:  # fmt: skip
+        """Record the decision (ready, rejected, evicted) on a group; False: it had ended before. Raises FencedError."""
+        answer = await self._run("commit", epoch, task_id, decision, reason, summary, head, dump_folder)
+        if answer == b"fenced":
+            raise _fenced()
+        return bool(answer == b"done")
+
+    async def ready(self, most: int) -> list[tuple[int, bytes]]:
+        """The oldest ready groups with their summaries."""
+        names = await self._ride(lambda: self._redis.zrange(self.keys.ready, 0, most - 1))
+        if not names:
+            return []
+
+        async def summaries() -> list[bytes | None]:
+            pipe = self._redis.pipeline(transaction=False)
+            for name in names:
+                pipe.hget(self.keys.group(int(name)), "sum")
+            return cast("list[bytes | None]", await pipe.execute())
+
+        found = await self._ride(summaries)
+        return [(int(name), summary) for name, summary in zip(names, found, strict=True) if summary is not None]
+
+    async def evict_stale(self, epoch: int) -> list[int]:
+        """Evict waiting groups that can no longer be fresh."""
+        return [int(task) for task in await self._run("evict", epoch)]
+
+    async def cut(self, epoch: int, index: bytes, task_ids: Sequence[int]) -> int | None:
+        """Cut a batch of `task_ids`: its id, or None if one of them is not ready or was evicted. Raises FencedError."""
+        answer = await self._run("cut", epoch, index, *task_ids)
+        if answer[0] == b"fenced":
+            raise _fenced()
+        return int(answer[1]) if answer[0] == b"cut" else None
+
+    async def may_cut_partial(self) -> bool:
+        """Whether the data has ended and nothing is queued or running, so that a partial batch may be cut."""
+
+        async def ask() -> list[Any]:
+            pipe = self._redis.pipeline(transaction=True)
+            pipe.hexists(self.keys.state, "eod")
+            pipe.xlen(self.keys.prompts)
+            pipe.scard(self.keys.running)
+            return await pipe.execute()
+
+        ended, queued, running = await self._ride(ask)
+        return bool(ended) and queued + running == 0
+
+    async def reap(self, epoch: int, most: int = 500) -> tuple[int, int]:
+        """Supersede attempts with ended leases, close groups past their deadline: how many of each."""
+        leases, groups = await self._run("reap", epoch, most)
+        if int(leases) < 0:
+            raise _fenced()
+        return int(leases), int(groups)
+
+    async def sweep(self, epoch: int, chunk: int = 200) -> int:
+        """Queue again the open slots that are neither queued nor leased: how many were lost."""
+        tasks = list(await self._ride(lambda: cast("Awaitable[set[bytes]]", self._redis.smembers(self.keys.running))))
+        lost = 0
+        for at in range(0, len(tasks), chunk):
+            lost += int(await self._run("sweep", epoch, *tasks[at : at + chunk]))
+        return lost
+
+    async def pop_evicted(self, most: int = 100) -> list[tuple[int, str, str]]:
+        """``(task_id, dump folder, reason)`` of groups evicted since the last call."""
+        popped = await self._ride(lambda: cast("Awaitable[Any]", self._redis.lpop(self.keys.evicted, most)))
+        found = []
+        for task in popped or []:
+            fields = await self._ride(
+                lambda task=task: self._redis.hmget(self.keys.group(int(task)), ["dump", "why"])  # type: ignore[misc]
+            )
+            if fields[0]:
+                found.append((int(task), fields[0].decode(), (fields[1] or b"").decode()))
+        return found
+
+    async def wait_for_wake(self, name: str, timeout_s: float) -> None:
+        """Wait until ``admission`` or ``cutter`` is woken, or `timeout_s` has passed."""
+        key = {"admission": self.keys.wake_admission, "cutter": self.keys.wake_cutter}[name]
+        wait_s = min(timeout_s, _BLOCK_MAX_S)
+        await self._ride(lambda: cast("Awaitable[Any]", self._redis.blpop([key], timeout=wait_s)))
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    async def read_rows(self, names: Sequence[tuple[int, int, int]]) -> list[bytes | None]:
+        """Encoded rows of ``(task_id, sample_idx, attempt)``; None where they are gone."""
+        keys = [self.keys.rows(*name) for name in names]
+        return await self._ride(lambda: self._redis.mget(keys)) if keys else []
+
+    # -- the trainer --------------------------------------------------------------------------------------------------
+
+    async def join(self, consumer_group: str) -> None:
+        """Make a cursor on the batches stream that begins at its start; one that exists is kept."""
+
+        async def create() -> None:
+            try:
+                await self._redis.xgroup_create(self.keys.batches, consumer_group, id="0", mkstream=True)
+            except redis_asyncio.ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+
+        await self._ride(create)
+
+    async def take(self, consumer_group: str, consumer: str, after: str) -> Taken:
+        """Ask for the batch after entry `after`, without waiting."""
+        answer = await self._run("take", consumer_group, consumer, after)
+        match answer[0]:
+            case b"batch":
+                _, entry, batch, index, version, again = answer
+                return Taken(batch=BatchEntry(entry.decode(), int(batch), index, int(version), bool(again)))
+            case b"end":
+                return Taken(end=True)
+            case b"blocked":
+                return Taken(blocked_at_version=int(answer[1]))
+            case _:
+                return Taken()
+
+    async def wait_for_batch(self, after: str, timeout_s: float) -> None:
+        """Wait until the batches stream has an entry after `after`, or `timeout_s` has passed."""
+        await self._ride(lambda: self._redis.xread({self.keys.batches: after}, count=1, block=_block_ms(timeout_s)))
+
+    async def ack(self, consumer_group: str, batch: BatchEntry) -> bool:
+        """The trainer is done with `batch`: its rows go. False if that was so already."""
+        return bool(await self._run("ack", consumer_group, batch.entry_id, batch.batch_id))
+
+    async def set_version(self, version: int) -> None:
+        """The trainer has stepped. Raises VersionError if that would go backwards."""
+        answer, current = await self._run("set_version", version)
+        if answer == b"backwards":
+            raise VersionError(
+                f"version {version} is below the run's version {int(current)}; versions only grow: "
+                "resume from a checkpoint of that version or later, or use a new trial_name"
+            )
+
+    async def version(self) -> int:
+        """The version in force; 0 before the first."""
+        value = await self._ride(
+            lambda: cast("Awaitable[bytes | None]", self._redis.hget(self.keys.state, "version"))
+        )
+        return int(value or 0)
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    async def run_settings(self) -> RunSettings | None:
+        """The published rules of the run; None before a collector has published them."""
+        text = await self._ride(lambda: self._redis.get(self.keys.settings))
+        if text is None:
+            return None
+        try:
+            return RunSettings(**json.loads(text))
+        except ValidationError as error:
+            raise RunNotReadyError(
+                f"the published settings of run {self.keys.run} do not fit this release ({error.error_count()} "
+                "fields); run the same release everywhere, or use a new trial_name"
+            ) from None
+
+    async def collector_alive(self) -> bool:
+        """Whether a collector holds the lease."""
+        return bool(await self._ride(lambda: self._redis.exists(self.keys.collector)))
+
+    async def add_servers(self, urls: Iterable[str]) -> None:
+        """Add inference servers to the registry."""
+        names = [url.rstrip("/") for url in urls]
+        if names:
+            await self._ride(lambda: cast("Awaitable[int]", self._redis.sadd(self.keys.servers, *names)))
+
+    async def remove_servers(self, urls: Iterable[str]) -> None:
+        """Take inference servers out of the registry."""
+        names = [url.rstrip("/") for url in urls]
+        if names:
+            await self._ride(lambda: cast("Awaitable[int]", self._redis.srem(self.keys.servers, *names)))
+
+    async def servers(self) -> list[str]:
+        """Base URLs of the registered inference servers, sorted."""
+        found = await self._ride(lambda: cast("Awaitable[set[bytes]]", self._redis.smembers(self.keys.servers)))
+        return sorted(url.decode() for url in found)
+
+    async def status(self, *, live_within_s: float = 15.0) -> RunStatus:
+        """One consistent look at the run."""
+        keys = self.keys
+
+        async def ask() -> list[Any]:
+            pipe = self._redis.pipeline(transaction=True)
+            pipe.hgetall(keys.state)
+            pipe.hgetall(keys.counters)
+            pipe.xlen(keys.prompts)
+            pipe.scard(keys.running)
+            pipe.zcard(keys.ready)
+            pipe.hlen(keys.cut)
+            pipe.zcard(keys.jobs)
+            pipe.zcard(keys.leases)
+            pipe.exists(keys.collector)
+            pipe.hgetall(keys.workers)
+            pipe.zrange(keys.workers_seen, 0, -1, withscores=True)
+            pipe.smembers(keys.servers)
+            pipe.time()
+            return await pipe.execute()
+
+        (state, counters, queued, running, ready, cut, jobs, leased, alive, about, seen, servers, clock) = await self._ride(
+            ask
+        )
+        now_ms = clock[0] * 1000 + clock[1] // 1000
+        silent = {name: (now_ms - at) / 1000 for name, at in seen}
+        workers = {
+            name.decode(): {**msgpack.unpackb(text), "silent_s": silent[name]}
+            for name, text in about.items()
+            if silent.get(name, live_within_s) < live_within_s
+        }
+        number = {name.decode(): value for name, value in state.items()}
+        capacity = (int(number.get("s", 0)) + 1) * int(number.get("k", 1)) * int(number.get("B", 1))
+        return RunStatus(
+            version=int(number.get("version", 0)),
+            delivered_ahead=int(number.get("ahead", 0)),
+            capacity=capacity,
+            queued=queued,
+            running=running,
+            ready=ready,
+            cut=cut,
+            queued_jobs=jobs,
+            leased=leased,
+            collector_alive=bool(alive),
+            counters={name.decode(): int(value) for name, value in counters.items()},
+            workers=workers,
+            servers=tuple(sorted(url.decode() for url in servers)),
+        )
+
+    async def wait_for_settings(self, timeout_s: float, pause: Callable[[float], Awaitable[None]]) -> RunSettings:
+        """The published rules, waiting up to `timeout_s` for a collector. Raises RunNotReadyError."""
+        deadline = time.monotonic() + timeout_s
+        while (settings := await self.run_settings()) is None:
+            if time.monotonic() >= deadline:
+                raise RunNotReadyError(
+                    f"no collector has published the settings of run {self.keys.run}; start one "
+                    "(`make up` or `forebay collector`) with the same FOREBAY_EXPERIMENT_NAME and FOREBAY_TRIAL_NAME"
+                )
+            await pause(0.1)
+        return settings
+
+
+def _block_ms(wait_s: float) -> int:
+    # BLOCK 0 would wait for ever, and a BLOCK longer than the socket's time-out would look like a lost connection.
+    return max(1, int(min(wait_s, _BLOCK_MAX_S) * 1000))
+
+
+def _fenced() -> FencedError:
+    return FencedError("another collector has taken the lease of this run; this one stops")

@@ -1,0 +1,105 @@
+"""Rows to bytes and back.
+
+A frame is one version byte and a msgpack map. Masks and versions are run-length coded; token ids and logprobs are
+little-endian arrays, logprobs with their bytes shuffled (the high bytes of neighbours are alike), both under zstd
+level 1. Sizes are checked against the frame's own claims before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from forebay.errors import FrameError
+from forebay.wire.rows import Row
+from forebay.wire.values import pack, unpack
+
+__all__ = ["decode_rows", "encode_rows"]
+
+_VERSION = 1
+_RUNS = "r"
+_PLAIN = "p"
+_MAX_TOKENS = 64 * 2**20
+_DTYPES = {"b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"}
+
+
+def encode_rows(rows: Sequence[Row]) -> bytes:
+    """The frame of a slot's rows."""
+    compressor = zstandard.ZstdCompressor(level=1)
+    return bytes([_VERSION]) + pack([_encode_row(row, compressor) for row in rows])
+
+
+def decode_rows(frame: bytes) -> list[Row]:
+    """The rows of a frame; their arrays are writable copies.
+
+    Raises:
+        FrameError: the frame is truncated, malformed, of another version, or claims impossible sizes.
+    """
+    if not frame or frame[0] != _VERSION:
+        found = frame[0] if frame else "nothing"
+        raise FrameError(f"rows frame of version {found}, expected {_VERSION}; run the same release everywhere")
+    forms = unpack(memoryview(frame)[1:].tobytes())
+    if not isinstance(forms, list):
+        raise FrameError("rows frame holds no list")
+    decompressor = zstandard.ZstdDecompressor()
+    try:
+        return [_decode_row(form, decompressor) for form in forms]
+    except (KeyError, TypeError, ValueError, AttributeError, zstandard.ZstdError) as error:
+        raise FrameError(f"malformed rows frame: {error}") from None
+
+
+def _encode_row(row: Row, compressor: zstandard.ZstdCompressor) -> dict[str, Any]:
+    return {
+        "n": row.seqlen,
+        "k": {name: _encode_array(array, compressor) for name, array in row.tokens.items()},
+        "r": row.reward,
+        "o": row.original_reward,
+        "t": row.is_truncated,
+    }
+
+
+def _encode_array(array: np.ndarray[Any, Any], compressor: zstandard.ZstdCompressor) -> list[Any]:
+    dtype = array.dtype.str.lstrip("<>=|")
+    if array.dtype.kind in "biu":
+        starts = np.flatnonzero(np.concatenate(([True], array[1:] != array[:-1])))
+        if len(starts) * 4 <= len(array) or len(starts) <= 8:
+            lengths = np.diff(np.append(starts, len(array)))
+            return [dtype, _RUNS, [[int(array[at]), int(n)] for at, n in zip(starts, lengths, strict=True)]]
+    raw = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    shuffled = raw.view(np.uint8).reshape(len(raw), -1).T.tobytes()
+    return [dtype, _PLAIN, compressor.compress(shuffled)]
+
+
+def _decode_row(form: dict[str, Any], decompressor: zstandard.ZstdDecompressor) -> Row:
+    length = form["n"]
+    if not isinstance(length, int) or not 1 <= length <= _MAX_TOKENS:
+        raise FrameError(f"a row claims {length!r} tokens")
+    tokens = {name: _decode_array(name, spec, length, decompressor) for name, spec in form["k"].items()}
+    if "input_ids" not in tokens:
+        raise FrameError("a row has no input_ids")
+    return Row(tokens, reward=form["r"], original_reward=form["o"], is_truncated=form["t"])
+
+
+def _decode_array(
+    name: str, spec: list[Any], length: int, decompressor: zstandard.ZstdDecompressor
+) -> np.ndarray[Any, Any]:
+    code, how, data = spec
+    if code not in _DTYPES:
+        raise FrameError(f"{name} has dtype {code!r}")
+    dtype = np.dtype(code).newbyteorder("<")
+    if how == _RUNS:
+        counts = [run[1] for run in data]
+        if any(not isinstance(n, int) or n < 1 for n in counts) or sum(counts) != length:
+            raise FrameError(f"the runs of {name} do not add up to {length}")
+        return np.repeat(np.array([run[0] for run in data], dtype=np.dtype(code)), counts)
+    if how != _PLAIN:
+        raise FrameError(f"{name} is coded in an unknown way {how!r}")
+    size = length * dtype.itemsize
+    if zstandard.frame_content_size(data) != size:
+        raise FrameError(f"{name} does not hold {length} values of {code}")
+    raw = decompressor.decompress(data, max_output_size=size)
+    shuffled = np.frombuffer(raw, dtype=np.uint8).reshape(dtype.itemsize, length)
+    return np.ascontiguousarray(shuffled.T).view(dtype).reshape(length).astype(np.dtype(code), copy=False)

@@ -1,0 +1,182 @@
+"""The messages between the processes. Each field says why it is there and what its absence means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from forebay.errors import FrameError
+from forebay.outcomes import FailureKind, ResultKind, SlotOutcome
+from forebay.wire.rows import Row
+from forebay.wire.values import pack, unpack
+
+__all__ = ["BatchIndex", "GroupRules", "GroupSpec", "GroupSummary", "RolloutSummary", "RowSummary", "SlotHeader"]
+
+
+class _Envelope:
+    """Packs a dataclass as a msgpack map by field name; unknown fields are ignored, so that releases may differ."""
+
+    def pack(self) -> bytes:
+        """The message as bytes."""
+        return pack(asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def unpack(cls, frame: bytes) -> Self:
+        """The message in `frame`. Raises FrameError."""
+        return cls._build(unpack(frame))
+
+    @classmethod
+    def _build(cls, form: Any) -> Self:
+        if not isinstance(form, dict):
+            raise FrameError(f"a {cls.__name__} is a map, not a {type(form).__name__}")
+        known = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+        try:
+            return cls(**{name: value for name, value in form.items() if name in known})
+        except (TypeError, ValueError) as error:
+            raise FrameError(f"malformed {cls.__name__}: {error}") from None
+
+
+@dataclass(slots=True)
+class GroupSpec(_Envelope):
+    """What a worker needs to run any slot of the group."""
+
+    workflow: str
+    """``module:name`` of the workflow class."""
+    kwargs: dict[str, Any]
+    """Its arguments, encoded."""
+    data: Any
+    """The prompt, encoded; every slot gets a copy of its own."""
+    is_eval: bool = False
+
+
+@dataclass(slots=True)
+class GroupRules(_Envelope):
+    """What the collector needs to decide on the group: small, whatever the prompt holds."""
+
+    min_usable_group_size: int
+    """Resolved at submit: usable rollouts below which the group is rejected."""
+    drop_incomplete_group: bool = False
+    reward_normalization: bool = False
+    should_accept_fn: str | None = None
+    """``module:name``; None: accept all."""
+    is_eval: bool = False
+
+
+@dataclass(slots=True)
+class RowSummary:
+    """What the collector and the cutter know of a row without reading its tokens."""
+
+    seqlen: int
+    prompt_len: int
+    trained: int
+    """Trained tokens."""
+    head: int
+    """Smallest version of the trained tokens, -1 if none."""
+    tail: int
+    reward: float | None
+    original_reward: float | None = None
+    truncated: bool | None = None
+
+    @classmethod
+    def of(cls, row: Row) -> RowSummary:
+        """The summary of `row`."""
+        head, tail = row.head_tail
+        trained = int(row.trained.sum())
+        return cls(
+            row.seqlen, row.prompt_len, trained, head, tail, row.reward, row.original_reward, row.is_truncated
+        )  # fmt: skip
+
+
+def _row_summaries(forms: Sequence[Any]) -> list[RowSummary]:
+    return [form if isinstance(form, RowSummary) else RowSummary(**form) for form in forms]
+
+
+@dataclass(slots=True)
+class SlotHeader(_Envelope):
+    """How a slot's attempt ended: small, whatever the number of tokens."""
+
+    task: int
+    idx: int
+    attempt: int
+    outcome: str
+    kind: str | None = None
+    """The failure's kind; None unless failed."""
+    reason: str = ""
+    """Human text: the first line of the cause, with the server's own words where it has any."""
+    traceback: str = ""
+    """Of a failure, shortened from the middle."""
+    result_kind: str = ResultKind.TENSOR.value
+    keys: list[str] = field(default_factory=list)
+    """Key set of the result, so that groups can be checked without reading rows."""
+    rows: list[RowSummary] = field(default_factory=list)
+    reference: float | None = None
+    """``rollout_reward`` if the workflow supplied one."""
+    rows_bytes: int = 0
+    worker: str = ""
+    seconds: float = 0.0
+    """The attempt, start to published."""
+
+    def __post_init__(self) -> None:
+        """Check the closed sets."""
+        SlotOutcome(self.outcome)
+        if self.kind is not None:
+            FailureKind(self.kind)
+        ResultKind(self.result_kind)
+        self.rows = _row_summaries(self.rows)
+
+
+@dataclass(slots=True)
+class RolloutSummary:
+    """One usable rollout of an accepted group."""
+
+    sample_idx: int
+    attempt: int
+    """Names the rows' key."""
+    rows: list[RowSummary]
+    """With the rewards as normalized; the raw ones in ``original_reward``."""
+    reference: float | None = None
+
+    def __post_init__(self) -> None:
+        """Build the nested rows."""
+        self.rows = _row_summaries(self.rows)
+
+
+@dataclass(slots=True)
+class GroupSummary(_Envelope):
+    """What a batch needs to know of an accepted group."""
+
+    task: int
+    group_size: int
+    rollouts: list[RolloutSummary]
+    rewards_normalized: bool = False
+    rows_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Build the nested rollouts."""
+        self.rollouts = [r if isinstance(r, RolloutSummary) else RolloutSummary(**r) for r in self.rollouts]
+
+    @property
+    def head(self) -> int:
+        """Smallest head version >= 0 of its rows, -1 if none: what its staleness is counted from."""
+        heads = [row.head for rollout in self.rollouts for row in rollout.rows if row.head >= 0]
+        return min(heads, default=-1)
+
+    @property
+    def tail(self) -> int:
+        """Largest version of its trained tokens, -1 if none."""
+        return max((row.tail for rollout in self.rollouts for row in rollout.rows), default=-1)
+
+
+@dataclass(slots=True)
+class BatchIndex(_Envelope):
+    """What a trainer reads from the batches stream: which rows to fetch, and their rewards."""
+
+    groups: list[GroupSummary]
+    partial: bool = False
+    """Fewer groups than ``batch_size``: the end of the data."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Build the nested groups."""
+        self.groups = [g if isinstance(g, GroupSummary) else GroupSummary._build(g) for g in self.groups]

@@ -1,0 +1,169 @@
+"""Rows as they travel: ragged, only real tokens, one numpy array for each key (contract, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from forebay.errors import SlotDataError, WorkflowContractError
+
+__all__ = ["PADDING", "Row", "rows_from_tensors"]
+
+PADDING: Mapping[str, float] = {"versions": -1, "turn_ids": -1}
+"""What a key is padded with to the right; every other key with 0."""
+
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "input_ids": np.dtype(np.int32),
+    "attention_mask": np.dtype(np.bool_),
+    "loss_mask": np.dtype(np.int32),
+    "logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
+    "turn_ids": np.dtype(np.int32),
+    "token_rewards": np.dtype(np.float32),
+}
+_REQUIRED = ("input_ids", "attention_mask")
+_PER_ROW = ("rewards", "original_rewards", "is_truncated")
+
+
+@dataclass(slots=True)
+class Row:
+    """One token sequence of S tokens. Every array of `tokens` has length S and carries no padding."""
+
+    tokens: dict[str, np.ndarray[Any, Any]]
+    """``input_ids`` always; ``loss_mask``, ``logprobs``, ``versions`` and further keys as the workflow gave them."""
+    reward: float | None = None
+    original_reward: float | None = None
+    is_truncated: bool | None = None
+    _trained: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def seqlen(self) -> int:
+        """Tokens, prompt included."""
+        return len(self.tokens["input_ids"])
+
+    @property
+    def trained(self) -> np.ndarray[Any, Any]:
+        """Bool [S]: the tokens that are trained on."""
+        if self._trained is None:
+            mask = self.tokens.get("loss_mask")
+            self._trained = np.zeros(self.seqlen, dtype=np.bool_) if mask is None else mask.astype(np.bool_)
+        return self._trained
+
+    @property
+    def prompt_len(self) -> int:
+        """Index of the first trained token; S if there is none."""
+        where = np.flatnonzero(self.trained)
+        return int(where[0]) if len(where) else self.seqlen
+
+    @property
+    def head_tail(self) -> tuple[int, int]:
+        """Smallest and largest version of the trained tokens; (-1, -1) if there are none or no versions."""
+        versions = self.tokens.get("versions")
+        trained = self.trained
+        if versions is None or not trained.any():
+            return -1, -1
+        chosen = versions[trained]
+        return int(chosen.min()), int(chosen.max())
+
+
+def _numpy(name: str, value: Any) -> np.ndarray[Any, Any]:
+    if hasattr(value, "detach"):  # a torch tensor, without importing torch
+        value = value.detach().cpu().numpy()
+    if not isinstance(value, np.ndarray):
+        raise WorkflowContractError(f"{name} is a {type(value).__name__}; a workflow returns tensors")
+    return value
+
+
+def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | None]:
+    """The rows of a workflow's tensor dict, and the rollout's reference reward if it carries one.
+
+    Versions are set to -1 where ``loss_mask`` is 0, and a row ends where its ``attention_mask`` does.
+
+    Raises:
+        WorkflowContractError: a required key is missing, or a shape or a type is wrong.
+        SlotDataError: a logprob or a reward is NaN or infinite. Zeros are never filled in.
+    """
+    reference = _reference(result)
+    arrays = {
+        name: _numpy(name, value)
+        for name, value in result.items()
+        if name not in ("rollout_reward", "rollout_group", "multi_modal_input")
+    }
+    for name in _REQUIRED:
+        if name not in arrays:
+            raise WorkflowContractError(f"the result has no {name}; it has {', '.join(sorted(arrays)) or 'nothing'}")
+    if "multi_modal_input" in result:
+        raise WorkflowContractError("multi_modal_input does not travel yet; return text rows only")
+    if arrays["input_ids"].ndim != 2 or 0 in arrays["input_ids"].shape:
+        raise WorkflowContractError(
+            f"input_ids has shape {list(arrays['input_ids'].shape)}, expected [B, S] with B and S at least 1; "
+            "add the batch dimension with unsqueeze(0)"
+        )
+    size, width = arrays["input_ids"].shape
+    for name, array in arrays.items():
+        per_row = name in _PER_ROW
+        want = (size,) if per_row else (size, width)
+        if tuple(array.shape) != want:
+            raise WorkflowContractError(f"{name} has shape {list(array.shape)}, expected {list(want)}")
+        _check_dtype(name, array)
+    lengths = _lengths(arrays["attention_mask"])
+    return [_row(arrays, at, length) for at, length in enumerate(lengths)], reference
+
+
+def _reference(result: Mapping[str, Any]) -> float | None:
+    if (value := result.get("rollout_reward")) is None:
+        return None
+    try:
+        reference = float(value)
+    except (TypeError, ValueError):
+        raise WorkflowContractError(f"rollout_reward is {value!r}, expected one finite number") from None
+    if not np.isfinite(reference):
+        raise SlotDataError(f"rollout_reward is {reference}")
+    return reference
+
+
+def _check_dtype(name: str, array: np.ndarray[Any, Any]) -> None:
+    kinds = {"logprobs": "f", "token_rewards": "f", "rewards": "fiu", "original_rewards": "fiu"}.get(name, "biu")
+    if name not in _DTYPES and name not in _PER_ROW:
+        kinds = "biuf"
+    if array.dtype.kind not in kinds:
+        raise WorkflowContractError(f"{name} has dtype {array.dtype}")
+
+
+def _lengths(mask: np.ndarray[Any, Any]) -> list[int]:
+    real = mask.astype(np.bool_)
+    lengths = real.sum(axis=1)
+    for at, length in enumerate(lengths):
+        if not real[at, :length].all():
+            raise WorkflowContractError(f"row {at}: attention_mask has holes; rows are padded to the right only")
+        if length == 0:
+            raise WorkflowContractError(f"row {at}: attention_mask is all zero; a row has at least one token")
+    return [int(length) for length in lengths]
+
+
+def _row(arrays: Mapping[str, np.ndarray[Any, Any]], at: int, length: int) -> Row:
+    tokens: dict[str, np.ndarray[Any, Any]] = {}
+    for name, array in arrays.items():
+        if name in _PER_ROW or name == "attention_mask":
+            continue
+        tokens[name] = np.ascontiguousarray(array[at, :length], dtype=_DTYPES.get(name, array.dtype))
+    row = Row(tokens)
+    if "versions" in tokens:
+        # AReaL's documents put 0 on prompt tokens; only generated tokens have a version.
+        tokens["versions"] = np.where(row.trained, tokens["versions"], np.int32(-1))
+    for name in ("logprobs", "token_rewards"):
+        if name in tokens and not np.isfinite(tokens[name]).all():
+            bad = int(np.flatnonzero(~np.isfinite(tokens[name]))[0])
+            raise SlotDataError(f"row {at}: {name}[{bad}] is {tokens[name][bad]}")
+    for name, attribute in (("rewards", "reward"), ("original_rewards", "original_reward")):
+        if name in arrays:
+            value = float(arrays[name][at])
+            if not np.isfinite(value):
+                raise SlotDataError(f"row {at}: {name} is {value}")
+            setattr(row, attribute, value)
+    if "is_truncated" in arrays:
+        row.is_truncated = bool(arrays["is_truncated"][at])
+    return row

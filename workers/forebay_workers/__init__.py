@@ -1,0 +1,1 @@
+"""Workers: admission, episode slots, inference engines, built-in workflows."""

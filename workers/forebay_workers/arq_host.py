@@ -1,0 +1,140 @@
+"""arq, and nothing else of the project knows it.
+
+What is not arq's default here, and why: jobs are claimed in bulk by a script of ours (``store/lua/claim.lua``); jobs
+and results are msgpack, never pickle; results are not kept, they travel on their own stream; time-outs, attempts and
+retries are ours, so arq's never strike; and a lost connection ends neither the loop nor the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgpack
+import structlog
+from arq.connections import ArqRedis
+from arq.worker import Worker, func
+from redis.exceptions import RedisError
+
+from forebay.errors import ConnectionLostError
+from forebay.store.connection import connect
+from forebay.store.store import Store
+
+__all__ = ["SlotHost"]
+
+log = structlog.get_logger(__name__)
+
+_NEVER_S = 10 * 86400
+_NEVER_TRIES = 10**9
+_AWAY_S = 0.5
+
+
+class _BulkWorker(Worker):
+    """An arq worker that claims many jobs in one round trip."""
+
+    def __init__(self, *args: Any, store: Store, ready: Callable[[], bool], claim_s: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._store = store
+        self._ready = ready
+        self._claim_s = claim_s
+
+    async def _poll_iteration(self) -> None:
+        # arq calls this every poll_delay and ends when it raises; a Redis that is away must not end the worker.
+        try:
+            free = self.max_jobs - self.job_counter
+            if self.allow_pick_jobs and free > 0 and self._ready():
+                for job_id in await self._store.claim(free, self._claim_s):
+                    await self._start(job_id)
+            self._collect()
+            await self.heart_beat()
+        except (ConnectionLostError, RedisError, OSError) as error:
+            log.warning("redis.away", reason=str(error))
+            await asyncio.sleep(_AWAY_S)
+
+    async def _start(self, job_id: str) -> None:
+        await self.sem.acquire()
+        self.job_counter += 1
+        task = self.loop.create_task(self.run_job(job_id, 0))
+        task.add_done_callback(lambda _: self._release_sem_dec_counter_on_complete())
+        self.tasks[job_id] = task
+
+    def _collect(self) -> None:
+        for job_id, task in list(self.tasks.items()):
+            if task.done():
+                del self.tasks[job_id]
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    # arq could not record the end of a job; our lease and the claim's expiry cover it.
+                    log.warning("job.unrecorded", job=job_id, reason=str(error))
+
+
+class SlotHost:
+    """Hosts slot jobs in this process."""
+
+    def __init__(
+        self,
+        store: Store,
+        url: str,
+        run_slot: Callable[[str], Awaitable[None]],
+        *,
+        max_slots: int,
+        poll_delay_s: float,
+        claim_s: float,
+        ready: Callable[[], bool],
+    ) -> None:
+        logging.getLogger("arq").setLevel(logging.WARNING)  # two lines for each job otherwise
+
+        async def job(ctx: dict[str, Any]) -> None:
+            await run_slot(ctx["job_id"])
+
+        # arq's own client of the same server, made with our time-outs; its repr and its settings are never logged.
+        self._redis = ArqRedis(
+            connect(url).connection_pool,
+            job_serializer=msgpack.packb,
+            job_deserializer=msgpack.unpackb,
+            default_queue_name=store.keys.jobs,
+        )
+        self._worker = _BulkWorker(
+            functions=[func(job, name="run_slot", timeout=_NEVER_S, keep_result=0, max_tries=_NEVER_TRIES)],
+            redis_pool=self._redis,
+            queue_name=store.keys.jobs,
+            handle_signals=False,
+            max_jobs=max_slots,
+            job_timeout=_NEVER_S,
+            keep_result=0,
+            max_tries=_NEVER_TRIES,
+            poll_delay=poll_delay_s,
+            job_serializer=msgpack.packb,
+            job_deserializer=msgpack.unpackb,
+            log_results=False,
+            store=store,
+            ready=ready,
+            claim_s=claim_s,
+        )
+
+    @property
+    def busy(self) -> int:
+        """Jobs that run here now."""
+        return int(self._worker.job_counter)
+
+    async def run(self) -> None:
+        """Claim and run jobs until cancelled."""
+        await self._worker.async_run()
+
+    def stop_claiming(self) -> None:
+        """Start nothing more."""
+        self._worker.allow_pick_jobs = False
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no job runs here: whether that came about within `timeout_s`."""
+        running = [task for task in self._worker.tasks.values() if not task.done()]
+        if not running:
+            return True
+        _, pending = await asyncio.wait(running, timeout=timeout_s)
+        return not pending
+
+    async def close(self) -> None:
+        """Close arq's connections."""
+        await self._redis.aclose()
+        await self._redis.connection_pool.disconnect()

@@ -1,0 +1,153 @@
+"""A worker process: engine, leases, admission, slots, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from forebay.errors import ConnectionLostError
+from forebay.settings import EngineSettings, RunSettings, Settings
+from forebay.store.store import Store
+from forebay_workers.admission import admit_groups
+from forebay_workers.arq_host import SlotHost
+from forebay_workers.engines.fleet import Fleet
+from forebay_workers.leases import Leases
+from forebay_workers.settings import WorkerSettings
+from forebay_workers.slots import SlotRunner
+
+__all__ = ["run_worker"]
+
+log = structlog.get_logger(__name__)
+
+_REFRESH_S = 1.0
+_CANCEL_S = 5.0
+
+
+async def run_worker(settings: Settings, engine_settings: EngineSettings, worker_settings: WorkerSettings) -> None:
+    """Serve the run that `settings` name until SIGTERM or SIGINT.
+
+    Raises:
+        ConnectionLostError: Redis cannot be reached at start.
+        RunNotReadyError: no collector published the run's settings within ``wait_for_run_s``.
+    """
+    store = Store.open(settings, max_connections=worker_settings.max_slots + 32)
+    try:
+        await store.ping()
+        log.info("worker.waiting_for_run", run=settings.run)
+        rules = await store.wait_for_settings(worker_settings.wait_for_run_s, asyncio.sleep)
+        await store.add_servers(settings.servers)
+        async with _stop_signal() as stop:
+            worker = _Worker(store, settings, rules, engine_settings, worker_settings)
+            await worker.serve(stop)
+    finally:
+        await store.close()
+
+
+class _Worker:
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        rules: RunSettings,
+        engine_settings: EngineSettings,
+        worker_settings: WorkerSettings,
+    ) -> None:
+        self.name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
+        self._store = store
+        self._rules = rules
+        self._settings = worker_settings
+        self._fleet = Fleet(engine_settings)
+        self._leases = Leases(store, self.name, rules.lease_s, self._about)
+        self._runner = SlotRunner(store, self._fleet, self._leases, self.name, rules, worker_settings)
+        self._host = SlotHost(
+            store,
+            settings.redis_url.get_secret_value(),
+            self._runner.run,
+            max_slots=worker_settings.max_slots,
+            poll_delay_s=worker_settings.poll_delay_s,
+            claim_s=rules.lease_s,
+            ready=lambda: any(server.healthy for server in self._fleet.stats().values()),
+        )
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "slots": self._settings.max_slots,
+            "busy": self._host.busy,
+            "ended": dict(self._runner.ended),
+        }
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        await self._refresh()
+        await self._fleet.start()
+        await self._leases.beat()
+        tasks = [
+            _named("heartbeat", self._leases.run()),
+            _named("admission", admit_groups(self._store, self._rules.group_deadline_s)),
+            _named("slots", self._host.run()),
+            _named("refresh", self._keep_refreshing()),
+        ]
+        stopped = _named("stop", stop.wait())
+        log.info("worker.ready", worker=self.name, slots=self._settings.max_slots, run=self._store.keys.run)
+        try:
+            done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a loop that ended without being asked to is a fault: raise it
+        finally:
+            await self._shut_down(tasks, stopped)
+
+    async def _shut_down(self, tasks: list[asyncio.Task[Any]], stopped: asyncio.Task[Any]) -> None:
+        heartbeat, *others = tasks
+        self._host.stop_claiming()
+        others[0].cancel()  # admission: other workers go on with it
+        log.info("worker.draining", running=len(self._leases))
+        if not await self._host.wait_idle(self._settings.drain_timeout_s):
+            handed_back = self._leases.cancel_all()
+            if handed_back:
+                await asyncio.wait(handed_back, timeout=_CANCEL_S)
+        for task in [heartbeat, *others, stopped]:
+            task.cancel()
+        await asyncio.gather(heartbeat, *others, stopped, return_exceptions=True)
+        with contextlib.suppress(ConnectionLostError):
+            await self._store.sign_off(self.name)
+        await self._fleet.close()
+        await self._host.close()
+        log.info("worker.stopped", worker=self.name)
+
+    async def _refresh(self) -> None:
+        self._fleet.set_servers(await self._store.servers())
+        self._fleet.set_version(await self._store.version())
+
+    async def _keep_refreshing(self) -> None:
+        while True:
+            await asyncio.sleep(_REFRESH_S)
+            try:
+                await self._refresh()
+            except ConnectionLostError as error:
+                log.warning("refresh.failed", reason=str(error))
+
+
+def _named(name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.create_task(work, name=f"forebay-{name}")
+
+
+@contextlib.asynccontextmanager
+async def _stop_signal() -> Any:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

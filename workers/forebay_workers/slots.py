@@ -1,0 +1,138 @@
+"""One slot job, from its id to its published header.
+
+Invariants (tests in ``tests/integration/test_worker.py``):
+
+- An attempt that is not wanted any more never touches a GPU (``test_superseded_attempt_does_not_generate``).
+- Every attempt that began ends as published, handed back, or lost to its lease (``test_killed_worker_loses_nothing``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from forebay import workflow_context
+from forebay.errors import ConnectionLostError, FrameError
+from forebay.generation import InferenceEngine
+from forebay.outcomes import FailureKind, SlotOutcome
+from forebay.settings import RunSettings
+from forebay.store.keys import Keys
+from forebay.store.store import Lease, Store
+from forebay.wire.envelopes import GroupSpec, SlotHeader
+from forebay_workers.attempts import Ended, WorkflowCache, run_attempt
+from forebay_workers.leases import Attempt, Leases
+from forebay_workers.settings import WorkerSettings
+
+__all__ = ["SlotRunner"]
+
+log = structlog.get_logger(__name__)
+
+
+class SlotRunner:
+    """Runs slot jobs against one engine."""
+
+    def __init__(
+        self,
+        store: Store,
+        engine: InferenceEngine,
+        leases: Leases,
+        worker: str,
+        run_settings: RunSettings,
+        settings: WorkerSettings,
+    ) -> None:
+        self._store = store
+        self._engine = engine
+        self._leases = leases
+        self._worker = worker
+        self._rules = run_settings
+        self._settings = settings
+        self._workflows = WorkflowCache(run_settings.import_allowlist)
+        self.ended: dict[str, int] = {}
+        """Attempts that ended here, by outcome."""
+
+    async def run(self, job_id: str) -> None:
+        """Run the job `job_id`, if it is still wanted."""
+        attempt = Keys.parse_job_id(job_id)
+        with structlog.contextvars.bound_contextvars(
+            run=self._store.keys.run, task_id=attempt[0], sample_idx=attempt[1], attempt=attempt[2]
+        ):
+            try:
+                lease = await self._store.begin(*attempt, self._worker, self._rules.lease_s)
+            except ConnectionLostError as error:
+                log.warning("slot.not_begun", reason=str(error))
+                return
+            if isinstance(lease, str):
+                log.debug("slot.not_wanted", why=lease)
+                return
+            self._leases.hold(attempt)
+            try:
+                await self._hold_and_run(attempt, lease)
+            except ConnectionLostError as error:
+                # The lease will end and the slot run again; what was computed here is lost, not the slot.
+                log.warning("slot.not_published", reason=str(error))
+            finally:
+                self._leases.drop(attempt)
+
+    async def _hold_and_run(self, attempt: Attempt, lease: Lease) -> None:
+        began = time.monotonic()
+        try:
+            ended = await self._attempt(attempt, lease)
+        except asyncio.CancelledError:
+            # A shut-down hands the attempt back; one that lost its lease has nothing to hand back.
+            if self._leases.holds(attempt):
+                await asyncio.shield(self._store.release(*attempt))
+                log.info("slot.handed_back")
+            raise
+        header = SlotHeader(
+            task=attempt[0],
+            idx=attempt[1],
+            attempt=attempt[2],
+            outcome=ended.outcome.value,
+            kind=ended.kind.value if ended.kind else None,
+            reason=ended.reason,
+            traceback=ended.traceback,
+            keys=list(ended.keys),
+            rows=list(ended.rows),
+            reference=ended.reference,
+            rows_bytes=len(ended.frame or b""),
+            worker=self._worker,
+            seconds=time.monotonic() - began,
+        )
+        verdict = await self._store.publish(
+            *attempt,
+            outcome=ended.outcome,
+            kind=ended.kind,
+            header=header.pack(),
+            rows=ended.frame,
+            rows_ttl_s=self._rules.rows_ttl_s,
+        )
+        self.ended[ended.outcome.value] = self.ended.get(ended.outcome.value, 0) + 1
+        if ended.outcome is SlotOutcome.FAILED:
+            log.warning("slot.failed", kind=ended.kind, reason=ended.reason, verdict=verdict)
+        else:
+            log.debug("slot.ended", outcome=ended.outcome, verdict=verdict)
+
+    async def _attempt(self, attempt: Attempt, lease: Lease) -> Ended:
+        try:
+            spec = GroupSpec.unpack(lease.spec)
+        except FrameError as error:
+            return Ended(SlotOutcome.FAILED, kind=FailureKind.DATA, reason=f"unreadable group: {error}")
+        context = workflow_context.WorkflowContext(
+            is_eval=spec.is_eval,
+            task_id=attempt[0],
+            sample_idx=attempt[1],
+            group_size=lease.group_size,
+            attempt=attempt[2],
+            run=self._store.keys.run,
+        )
+        return await run_attempt(
+            spec,
+            context,
+            self._engine,
+            self._workflows,
+            timeout_s=max(0.001, min(self._rules.episode_timeout_s, lease.deadline_s)),
+            max_rows_bytes=self._rules.max_rows_bytes,
+            max_inline_tokens=self._settings.max_inline_tokens,
+        )
