@@ -46,12 +46,16 @@ def decide(task_id: int, group_size: int, rules: GroupRules, headers: Mapping[in
         return reject(RejectReason.INCOMPLETE, f"{len(usable)} of {group_size} slots usable; {_why_unusable(headers)}")
     if len(usable) < rules.min_usable_group_size:
         need = rules.min_usable_group_size
-        return reject(RejectReason.BELOW_MINIMUM, f"{len(usable)} usable slots, {need} needed; {_why_unusable(headers)}")
+        return reject(
+            RejectReason.BELOW_MINIMUM, f"{len(usable)} usable slots, {need} needed; {_why_unusable(headers)}"
+        )
     kinds = {h.result_kind for h in usable}
     if rules.reward_normalization and any(row.reward is None for h in usable for row in h.rows):
         return reject(RejectReason.MISSING_REWARD, "a row has no reward to normalize")
     if len(kinds) > 1:
-        return reject(RejectReason.CONTRACT_ERROR, f"results of different kinds in one group: {', '.join(sorted(kinds))}")
+        return reject(
+            RejectReason.CONTRACT_ERROR, f"results of different kinds in one group: {', '.join(sorted(kinds))}"
+        )
     if ResultKind.INTERACTIONS in kinds:
         return reject(RejectReason.CONTRACT_ERROR, "interaction results are not supported by this release")
     if not rules.reward_normalization:
@@ -66,7 +70,9 @@ def _normalized(summary: GroupSummary) -> GroupSummary:
     rewards = [[row.reward or 0.0 for row in rollout.rows] for rollout in summary.rollouts]
     shifted = normalize_group(rewards, [rollout.reference for rollout in summary.rollouts])
     rollouts = [
-        dataclasses.replace(rollout, rows=[_with_reward(row, value) for row, value in zip(rollout.rows, new, strict=True)])
+        dataclasses.replace(
+            rollout, rows=[_with_reward(row, value) for row, value in zip(rollout.rows, new, strict=True)]
+        )
         for rollout, new in zip(summary.rollouts, shifted, strict=True)
     ]
     return dataclasses.replace(summary, rollouts=rollouts, rewards_normalized=True)

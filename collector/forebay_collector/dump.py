@@ -83,7 +83,9 @@ class Dumper:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
         except (OSError, ValueError) as error:
-            raise SettingsError(f"FOREBAY_TOKENIZER_PATH={self._tokenizer_path}: no tokenizer there ({error})") from None
+            raise SettingsError(
+                f"FOREBAY_TOKENIZER_PATH={self._tokenizer_path}: no tokenizer there ({error})"
+            ) from None
 
     def folder(self, summary: GroupSummary, rules: GroupRules, version: int) -> str:
         """Where the group's file lies, below the run's folder; "" if it is not dumped."""

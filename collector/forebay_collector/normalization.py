@@ -27,7 +27,7 @@ def reference_of(rows: Sequence[float], supplied: float | None) -> float:
         return supplied
     if any(row != rows[0] for row in rows):
         raise ContractError(
-            f"the {len(rows)} rows of a rollout have rewards from {min(rows):g} to {max(rows):g} and no rollout_reward; "
+            f"the {len(rows)} rows of a rollout have rewards from {min(rows):g} to {max(rows):g}, no rollout_reward; "
             "supply one finite rollout_reward to normalize them by"
         )
     return rows[0]

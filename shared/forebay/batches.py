@@ -196,7 +196,9 @@ class _Watch:
         now = time.monotonic()
         self._check_blocked(blocked_at_version, now)
         if self._timeout_s is not None and now - self._began > self._timeout_s:
-            raise StallError(f"no batch in {self._timeout_s:g} s: {explain(await self._store.status(), self._settings)}")
+            raise StallError(
+                f"no batch in {self._timeout_s:g} s: {explain(await self._store.status(), self._settings)}"
+            )
         if now - self._asked < 1.0:
             return
         self._asked = now
@@ -230,7 +232,8 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
     if not status.collector_alive:
         return f"no collector is alive ({where})"
     if status.in_flight == 0:
-        return "nothing has been submitted that has not ended"
+        ends = ", ".join(f"{status.count(name)} {name}" for name in ("delivered", "rejected", "evicted"))
+        return f"all {status.count('submitted')} submitted groups have ended ({ends}); submit more, or end the data"
     if not status.workers:
         return f"no worker is alive ({where}); start one with `forebay worker`"
     if not status.servers:

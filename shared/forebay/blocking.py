@@ -16,7 +16,7 @@ from forebay.batches import AsyncBatchStream, BatchData
 from forebay.client import AsyncClient
 from forebay.settings import EngineSettings, RunSettings, Settings
 from forebay.store.store import RunStatus
-from forebay.weights import WeightUpdateResult
+from forebay.weights import UpdatePhase, WeightUpdateResult
 from forebay.workflow import WorkflowLike
 
 __all__ = ["Batch", "BatchStream", "Client"]
@@ -175,7 +175,7 @@ class Client:
         return self._loop.run(self._client.version())
 
     def update_weights_from_disk(
-        self, path: str | Path, version: int, *, on_progress: Callable[[str], None] | None = None
+        self, path: str | Path, version: int, *, on_progress: Callable[[str, UpdatePhase], None] | None = None
     ) -> WeightUpdateResult:
         """Load the weights in folder `path`, which every server must see, on all servers; then set the version."""
         return self._loop.run(self._client.update_weights_from_disk(path, version, on_progress=on_progress))

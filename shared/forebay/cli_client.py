@@ -41,10 +41,14 @@ def submit(
     ] = None,
     key_prefix: Annotated[
         str | None,
-        typer.Option(help="Makes the command repeatable: line N is submitted once for PREFIX:N, however often it runs."),
+        typer.Option(
+            help="Makes the command repeatable: line N is submitted once for PREFIX:N, however often it runs."
+        ),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Submit nothing if any line is bad.")] = False,
-    end_of_data: Annotated[bool, typer.Option("--end", help="End the data afterwards: a partial batch is cut.")] = False,
+    end_of_data: Annotated[
+        bool, typer.Option("--end", help="End the data afterwards: a partial batch is cut.")
+    ] = False,
     wait: Annotated[float, typer.Option(help="Seconds to wait for the run and, in all, for room in its queue.")] = 30.0,
 ) -> None:
     """Submit the prompts in a JSONL file, one group each.
@@ -218,7 +222,9 @@ def run_table(status: RunStatus, client: Client) -> Table:
         "version": f"{status.version} ({status.delivered_ahead} groups handed over ahead of it)",
         "groups": f"{status.queued} queued, {status.running} running, {status.ready} ready, {status.cut} cut",
         "slots": f"{status.queued_jobs} queued, {status.leased} leased",
-        "totals": ", ".join(f"{status.count(name)} {name}" for name in ("submitted", "delivered", "rejected", "evicted")),
+        "totals": ", ".join(
+            f"{status.count(name)} {name}" for name in ("submitted", "delivered", "rejected", "evicted")
+        ),
         "collector": "alive" if status.collector_alive else "none",
         "workers": str(len(status.workers)),
         "servers": ", ".join(status.servers) or "none",

@@ -12,7 +12,7 @@ from forebay.batches import AsyncBatchStream
 from forebay.errors import SubmitError, WeightUpdateError
 from forebay.settings import EngineSettings, RunSettings, Settings, load
 from forebay.store.store import RunStatus, Store
-from forebay.weights import WeightUpdateResult, update_weights_from_disk
+from forebay.weights import UpdatePhase, WeightUpdateResult, update_weights_from_disk
 from forebay.wire.envelopes import GroupRules, GroupSpec
 from forebay.wire.values import encode_plain
 from forebay.workflow import WorkflowLike, name_callable, name_workflow
@@ -89,7 +89,9 @@ class AsyncClient:
             group_size, reward_normalization, drop_incomplete_group, min_usable_group_size, should_accept_fn
         )
         if len(packed) > _MAX_SPEC_BYTES:
-            raise SubmitError(f"the group is {len(packed)} bytes, above the bound of {_MAX_SPEC_BYTES}; pass paths instead")
+            raise SubmitError(
+                f"the group is {len(packed)} bytes, above the bound of {_MAX_SPEC_BYTES}; pass paths instead"
+            )
         # A key of our own where none is given, so that repeating the call after a lost answer enqueues nothing twice.
         task_id, _ = await self._store.submit(packed, rules.pack(), size, idempotency_key or uuid.uuid4().hex)
         return task_id
@@ -144,7 +146,7 @@ class AsyncClient:
         return await self._store.version()
 
     async def update_weights_from_disk(
-        self, path: str | Path, version: int, *, on_progress: Callable[[str], None] | None = None
+        self, path: str | Path, version: int, *, on_progress: Callable[[str, UpdatePhase], None] | None = None
     ) -> WeightUpdateResult:
         """Load the weights in folder `path`, which every server must see, on all servers; then set the version.
 
@@ -158,9 +160,7 @@ class AsyncClient:
             raise WeightUpdateError(
                 "no inference server is registered in this run; set FOREBAY_SERVERS for the workers or call add_servers"
             )
-        result = await update_weights_from_disk(
-            urls, str(Path(path).absolute()), version, self._engine, on_progress=on_progress
-        )
+        result = await update_weights_from_disk(urls, _absolute(path), version, self._engine, on_progress=on_progress)
         await self._store.remove_servers(result.out)
         await self._store.set_version(version)
         return result
@@ -172,6 +172,10 @@ class AsyncClient:
     async def status(self) -> RunStatus:
         """Where the groups of the run are, at one instant."""
         return await self._store.status()
+
+
+def _absolute(path: str | Path) -> str:
+    return str(Path(path).absolute())
 
 
 def minimum_usable(group_size: int, normalize: bool, explicit: int | None) -> int:

@@ -6,6 +6,9 @@ code which knows nothing of forebay can catch it, and each survives a trip throu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 __all__ = [
     "CollectorUnavailableError",
     "ConnectionLostError",
@@ -127,4 +130,15 @@ class VersionError(ForebayError, ValueError):
 
 
 class WeightUpdateError(ForebayError, RuntimeError):
-    """No inference server holds the new weights. ``results`` on the exception names each server's state."""
+    """No inference server holds the new weights.
+
+    Attributes:
+        results: the ``ServerUpdate`` of each server, by its URL; empty where none was asked.
+    """
+
+    def __init__(self, message: str, results: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message, dict(results or {}))
+        self.results: dict[str, Any] = dict(results or {})
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 
+import stamina.instrumentation
 import structlog
 
 __all__ = ["configure"]
@@ -15,6 +16,7 @@ def configure(*, level: str | None = None, json: bool | None = None) -> None:
     """Set the process's logging up; `level` defaults to ``FOREBAY_LOG_LEVEL``, `json` to ``FOREBAY_LOG_JSON``."""
     chosen = (level or os.environ.get("FOREBAY_LOG_LEVEL") or "info").upper()
     as_json = json if json is not None else os.environ.get("FOREBAY_LOG_JSON", "") not in ("", "0")
+    stamina.instrumentation.set_on_retry_hooks(())  # the store says once that it waits; a line a retry is noise
     number = logging.getLevelNamesMapping().get(chosen, logging.INFO)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     renderer: structlog.typing.Processor = (

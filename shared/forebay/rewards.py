@@ -69,7 +69,9 @@ class AsyncRewardWrapper:
             try:
                 return self._number(await self._once(args, kwargs))
             except TimeoutError:
-                cause = RewardTimeoutError(f"{self._name} ran longer than {self._timeout_s:g} s; its process was killed")
+                cause = RewardTimeoutError(
+                    f"{self._name} ran longer than {self._timeout_s:g} s; its process was killed"
+                )
             except ProcessExpired as error:
                 cause = SlotDataError(f"{self._name}: its process died with exit code {error.exitcode}")
         if isinstance(cause, RewardTimeoutError) and self._on_timeout is not None:
@@ -88,7 +90,7 @@ class AsyncRewardWrapper:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.cancel()  # kills the process if the call has begun: nobody waits for it
+            _cancel(future)  # kills the process if the call has begun: nobody waits for it
             raise
 
     def _processes(self) -> ProcessPool:
@@ -106,6 +108,10 @@ class AsyncRewardWrapper:
             raise SlotDataError(f"{self._name} returned {value!r}, expected a number") from None
 
 
-def _stop(pool: ProcessPool) -> None:
+def _cancel(future: Any) -> None:
+    future.cancel()
+
+
+def _stop(pool: Any) -> None:
     pool.stop()
     pool.join(timeout=5)

@@ -7,6 +7,7 @@ engine client are :class:`EngineSettings`. Durations end in ``_s`` and are secon
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -19,6 +20,7 @@ from forebay.outcomes import FailureKind
 
 __all__ = ["EngineSettings", "RunSettings", "Settings", "load"]
 
+DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -48,8 +50,9 @@ class Settings(_Base):
 
     experiment_name: _Name = "dev"
     trial_name: _Name = "trial0"
-    redis_url: SecretStr = Field(SecretStr("redis://127.0.0.1:6379/0"), validation_alias="REDIS_URL")
-    """``redis://[[user]:password@]host:port/db``; ``rediss://`` for TLS. Never printed with its password."""
+    redis_url: SecretStr | None = Field(None, validation_alias="REDIS_URL")
+    """``redis://[[user]:password@]host:port/db``; ``rediss://`` for TLS. Never printed with its password.
+    None: the Redis of the stack that ``make up`` started in `home`, else the usual local port."""
     redis_timeout_s: float = Field(10.0, gt=0)
     """How long one Redis call may take, retries of a lost connection included, before it is an error."""
     servers: Annotated[list[str], NoDecode] = Field(default_factory=list)
@@ -63,6 +66,16 @@ class Settings(_Base):
     def run(self) -> str:
         """The namespace of every key and of the dump folder: ``experiment/trial``."""
         return f"{self.experiment_name}/{self.trial_name}"
+
+    def resolved_redis_url(self) -> str:
+        """Where Redis is. The result may hold a password: hand it to a client, never to a log."""
+        if self.redis_url is not None:
+            return self.redis_url.get_secret_value()
+        try:
+            found = json.loads((self.home / "state.json").read_text()).get("redis_url")
+        except (OSError, ValueError, AttributeError):
+            found = None
+        return str(found or DEFAULT_REDIS_URL)
 
 
 class RunSettings(_Base):

@@ -1,8 +1,10 @@
 """arq, and nothing else of the project knows it.
 
-What is not arq's default here, and why: jobs are claimed in bulk by a script of ours (``store/lua/claim.lua``); jobs
-and results are msgpack, never pickle; results are not kept, they travel on their own stream; time-outs, attempts and
-retries are ours, so arq's never strike; and a lost connection ends neither the loop nor the process.
+What is not arq's default here, and why: jobs are claimed in bulk, with their leases, by a script of ours
+(``store/lua/claim.lua``), so neither ``queue_read_limit`` nor the in-progress keys, which outlive a killed worker by
+the job's time-out, play a part; jobs and results are msgpack, nothing that runs code when it is read; results are not
+kept, they travel on their own stream; time-outs, attempts and retries are ours, so arq's never strike; and a lost
+connection ends neither the loop nor the process.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from redis.exceptions import RedisError
 
 from forebay.errors import ConnectionLostError
 from forebay.store.connection import connect
-from forebay.store.store import Store
 
 __all__ = ["SlotHost"]
 
@@ -34,18 +35,16 @@ _AWAY_S = 0.5
 class _BulkWorker(Worker):
     """An arq worker that claims many jobs in one round trip."""
 
-    def __init__(self, *args: Any, store: Store, ready: Callable[[], bool], claim_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, claim: Callable[[int], Awaitable[list[str]]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._store = store
-        self._ready = ready
-        self._claim_s = claim_s
+        self._claim = claim
 
     async def _poll_iteration(self) -> None:
         # arq calls this every poll_delay and ends when it raises; a Redis that is away must not end the worker.
         try:
             free = self.max_jobs - self.job_counter
-            if self.allow_pick_jobs and free > 0 and self._ready():
-                for job_id in await self._store.claim(free, self._claim_s):
+            if self.allow_pick_jobs and free > 0:
+                for job_id in await self._claim(free):
                     await self._start(job_id)
             self._collect()
             await self.heart_beat()
@@ -65,7 +64,7 @@ class _BulkWorker(Worker):
             if task.done():
                 del self.tasks[job_id]
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    # arq could not record the end of a job; our lease and the claim's expiry cover it.
+                    # arq could not record the end of a job; the slot's own outcome, or its lease, stands.
                     log.warning("job.unrecorded", job=job_id, reason=str(error))
 
 
@@ -74,15 +73,15 @@ class SlotHost:
 
     def __init__(
         self,
-        store: Store,
         url: str,
+        queue: str,
+        claim: Callable[[int], Awaitable[list[str]]],
         run_slot: Callable[[str], Awaitable[None]],
         *,
         max_slots: int,
         poll_delay_s: float,
-        claim_s: float,
-        ready: Callable[[], bool],
     ) -> None:
+        """Make the host; `claim` gives up to so many job ids that this process may run, `run_slot` runs one."""
         logging.getLogger("arq").setLevel(logging.WARNING)  # two lines for each job otherwise
 
         async def job(ctx: dict[str, Any]) -> None:
@@ -93,12 +92,12 @@ class SlotHost:
             connect(url).connection_pool,
             job_serializer=msgpack.packb,
             job_deserializer=msgpack.unpackb,
-            default_queue_name=store.keys.jobs,
+            default_queue_name=queue,
         )
         self._worker = _BulkWorker(
             functions=[func(job, name="run_slot", timeout=_NEVER_S, keep_result=0, max_tries=_NEVER_TRIES)],
             redis_pool=self._redis,
-            queue_name=store.keys.jobs,
+            queue_name=queue,
             handle_signals=False,
             max_jobs=max_slots,
             job_timeout=_NEVER_S,
@@ -108,9 +107,7 @@ class SlotHost:
             job_serializer=msgpack.packb,
             job_deserializer=msgpack.unpackb,
             log_results=False,
-            store=store,
-            ready=ready,
-            claim_s=claim_s,
+            claim=claim,
         )
 
     @property

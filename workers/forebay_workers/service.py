@@ -68,14 +68,19 @@ class _Worker:
         self._leases = Leases(store, self.name, rules.lease_s, self._about)
         self._runner = SlotRunner(store, self._fleet, self._leases, self.name, rules, worker_settings)
         self._host = SlotHost(
-            store,
-            settings.redis_url.get_secret_value(),
+            settings.resolved_redis_url(),
+            store.keys.jobs,
+            self._claim,
             self._runner.run,
             max_slots=worker_settings.max_slots,
             poll_delay_s=worker_settings.poll_delay_s,
-            claim_s=rules.lease_s,
-            ready=lambda: any(server.healthy for server in self._fleet.stats().values()),
         )
+
+    async def _claim(self, most: int) -> list[str]:
+        # Without a server nothing is claimed: no attempt is burned on a fleet that is still loading its model.
+        if not any(server.healthy for server in self._fleet.stats().values()):
+            return []
+        return await self._runner.claim(most)
 
     def _about(self) -> dict[str, Any]:
         return {

@@ -18,7 +18,6 @@ from forebay.errors import ConnectionLostError, FrameError
 from forebay.generation import InferenceEngine
 from forebay.outcomes import FailureKind, SlotOutcome
 from forebay.settings import RunSettings
-from forebay.store.keys import Keys
 from forebay.store.store import Lease, Store
 from forebay.wire.envelopes import GroupSpec, SlotHeader
 from forebay_workers.attempts import Ended, WorkflowCache, run_attempt
@@ -49,31 +48,34 @@ class SlotRunner:
         self._rules = run_settings
         self._settings = settings
         self._workflows = WorkflowCache(run_settings.import_allowlist)
+        self._claimed: dict[str, Lease] = {}
         self.ended: dict[str, int] = {}
         """Attempts that ended here, by outcome."""
 
+    async def claim(self, most: int) -> list[str]:
+        """Lease up to `most` attempts for this worker: their job ids."""
+        leases = await self._store.claim(self._worker, most, self._rules.lease_s)
+        self._claimed.update({lease.job_id: lease for lease in leases})
+        return [lease.job_id for lease in leases]
+
     async def run(self, job_id: str) -> None:
-        """Run the job `job_id`, if it is still wanted."""
-        attempt = Keys.parse_job_id(job_id)
+        """Run the job `job_id`, which :meth:`claim` has leased."""
+        lease = self._claimed.pop(job_id, None)
+        if lease is None:
+            log.warning("slot.not_claimed", job=job_id)
+            return
+        task_id, sample_idx, attempt = lease.attempt
         with structlog.contextvars.bound_contextvars(
-            run=self._store.keys.run, task_id=attempt[0], sample_idx=attempt[1], attempt=attempt[2]
+            run=self._store.keys.run, task_id=task_id, sample_idx=sample_idx, attempt=attempt
         ):
+            self._leases.hold(lease.attempt)
             try:
-                lease = await self._store.begin(*attempt, self._worker, self._rules.lease_s)
-            except ConnectionLostError as error:
-                log.warning("slot.not_begun", reason=str(error))
-                return
-            if isinstance(lease, str):
-                log.debug("slot.not_wanted", why=lease)
-                return
-            self._leases.hold(attempt)
-            try:
-                await self._hold_and_run(attempt, lease)
+                await self._hold_and_run(lease.attempt, lease)
             except ConnectionLostError as error:
                 # The lease will end and the slot run again; what was computed here is lost, not the slot.
                 log.warning("slot.not_published", reason=str(error))
             finally:
-                self._leases.drop(attempt)
+                self._leases.drop(lease.attempt)
 
     async def _hold_and_run(self, attempt: Attempt, lease: Lease) -> None:
         began = time.monotonic()
@@ -100,6 +102,9 @@ class SlotRunner:
             worker=self._worker,
             seconds=time.monotonic() - began,
         )
+        # From here on the lease is not renewed: it ends with the publication, and a heart-beat that crosses it must not
+        # take that for a loss. Should Redis stay away for longer than the lease, the slot runs again; the first wins.
+        self._leases.drop(attempt)
         verdict = await self._store.publish(
             *attempt,
             outcome=ended.outcome,

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import redis.asyncio as redis_asyncio
 import stamina
+import structlog
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
@@ -25,6 +26,8 @@ from forebay.errors import ConnectionLostError, SettingsError
 __all__ = ["SOCKET_TIMEOUT_S", "address", "connect", "riding_through"]
 
 T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
 
 SOCKET_TIMEOUT_S = 5.0
 """Longest silence on a connection. Every BLOCK in the project is shorter."""
@@ -73,6 +76,7 @@ async def riding_through(call: Callable[[], Awaitable[T]], url: str, timeout_s: 
         except _PASSING as error:
             if not _passing(error):
                 raise
+            log.warning("redis.waiting", address=address(url), reason=str(error), up_to_s=timeout_s)
         async for attempt in stamina.retry_context(
             on=_passing, attempts=None, timeout=timeout_s, wait_initial=0.05, wait_max=1.0, wait_jitter=0.2
         ):
@@ -84,9 +88,9 @@ async def riding_through(call: Callable[[], Awaitable[T]], url: str, timeout_s: 
         ) from None
     except _PASSING as error:
         raise ConnectionLostError(
-            f"Redis at {address(url)} cannot be reached ({type(error).__name__}, tried for {timeout_s:g} s); "
+            f"Redis at {address(url)} cannot be reached (tried for {timeout_s:g} s: {error}); "
             "start one with `make up`, or set REDIS_URL"
-        ) from error
+        ) from None
     raise ConnectionLostError(f"Redis at {address(url)} cannot be reached")  # not reached: stamina returns or raises
 
 

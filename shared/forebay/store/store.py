@@ -21,12 +21,14 @@ from typing import Any, TypeVar, cast
 import msgpack
 import redis.asyncio as redis_asyncio
 from pydantic import ValidationError
+from redis.exceptions import NoScriptError
 
 from forebay.errors import FencedError, QueueFullError, RunNotReadyError, VersionError
 from forebay.outcomes import FailureKind, SlotOutcome
 from forebay.settings import RunSettings, Settings
 from forebay.store.connection import connect, riding_through
 from forebay.store.keys import Keys
+from forebay.store.pipelining import Pipeliner
 from forebay.store.scripts import source
 
 __all__ = ["BatchEntry", "Lease", "ResultEntry", "RunStatus", "Store", "Taken"]
@@ -39,12 +41,15 @@ _BLOCK_MAX_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a worker got when it began an attempt."""
+    """An attempt that a worker has claimed."""
 
+    job_id: str
+    attempt: tuple[int, int, int]
+    """``(task_id, sample_idx, attempt)``."""
     spec: bytes
     group_size: int
     deadline_s: float
-    """Seconds from now to the group's deadline."""
+    """Seconds from the claim to the group's deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +120,17 @@ class Store:
         self._url = url
         self._timeout_s = timeout_s
         self.keys = Keys(run)
-        self._scripts: dict[str, Any] = {}
+        self._pipeliner = Pipeliner(client)
 
     @classmethod
     def open(cls, settings: Settings, *, max_connections: int = 64) -> Store:
         """The store of the run that `settings` name; connects on the first call."""
-        url = settings.redis_url.get_secret_value()
+        url = settings.resolved_redis_url()
         return cls(connect(url, max_connections=max_connections), url, settings.run, settings.redis_timeout_s)
 
     async def close(self) -> None:
         """Close the connections."""
+        await self._pipeliner.close()
         await self._redis.aclose()
         await self._redis.connection_pool.disconnect()
 
@@ -133,15 +139,32 @@ class Store:
     async def _ride(self, call: Callable[[], Awaitable[T]]) -> T:
         return await riding_through(call, self._url, self._timeout_s)
 
-    async def _run(self, name: str, *args: Any) -> Any:
-        script = self._scripts.get(name)
-        if script is None:
-            script = self._scripts[name] = self._redis.register_script(source(name))
-        return await self._ride(lambda: script(keys=[self.keys.prefix], args=args))
+    async def _ask(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """The answers to repeatable `commands`; the first that is an error is raised."""
+
+        async def once() -> list[Any]:
+            answers = await self._pipeliner.send(*commands)
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            return answers
+
+        return await self._ride(once)
+
+    async def _run(self, name: str, *args: Any, before: tuple[Any, ...] | None = None) -> Any:
+        """Run script `name`, with the command `before` ahead of it in the same breath."""
+        script = source(name)
+        call = ("EVALSHA", script.sha1, 1, self.keys.prefix, *args)
+        commands = [call] if before is None else [before, call]
+        try:
+            answers = await self._ask(*commands)
+        except NoScriptError:  # the first call, or the server was restarted
+            answers = await self._ask(*commands[:-1], ("SCRIPT", "LOAD", script.text), call)
+        return answers[-1]
 
     async def ping(self) -> None:
         """Raise ConnectionLostError unless Redis answers."""
-        await self._ride(lambda: cast("Awaitable[bool]", self._redis.ping()))
+        await self._ask(("PING",))
 
     # -- the producer -------------------------------------------------------------------------------------------------
 
@@ -169,17 +192,16 @@ class Store:
         started, left = await self._run("admit", most, int(deadline_s * 1000))
         return int(started), int(left)
 
-    async def claim(self, most: int, claim_s: float) -> list[str]:
-        """Up to `most` job ids that are due, claimed for `claim_s`: time enough to begin them."""
-        return [job.decode() for job in await self._run("claim", most, int(claim_s * 1000))]
-
-    async def begin(self, task_id: int, sample_idx: int, attempt: int, worker: str, lease_s: float) -> Lease | str:
-        """Take the lease of an attempt, or the word why it is not wanted: ended, filled, superseded or leased."""
-        answer = await self._run("begin", task_id, sample_idx, attempt, worker, int(lease_s * 1000))
-        if answer[0] != b"run":
-            return str(answer[0].decode())
-        _, spec, group_size, deadline_ms, now_ms = answer
-        return Lease(spec, int(group_size), (int(deadline_ms) - int(now_ms)) / 1000)
+    async def claim(self, worker: str, most: int, lease_s: float) -> list[Lease]:
+        """Up to `most` attempts that are due and still wanted, leased to `worker`."""
+        claimed, specs = await self._run("claim", worker, most, int(lease_s * 1000))
+        by_task = {int(task): spec for task, spec in zip(specs[::2], specs[1::2], strict=True)}
+        leases = []
+        for job, size, left_ms in claimed:
+            job_id = job.decode()
+            attempt = Keys.parse_job_id(job_id)
+            leases.append(Lease(job_id, attempt, by_task[attempt[0]], int(size), int(left_ms) / 1000))
+        return leases
 
     async def heartbeat(
         self, worker: str, about: dict[str, Any], lease_s: float, held: Iterable[tuple[int, int, int]]
@@ -191,8 +213,7 @@ class Store:
 
     async def sign_off(self, worker: str) -> None:
         """Take `worker` off the list of live workers."""
-        await self._ride(lambda: cast("Awaitable[int]", self._redis.hdel(self.keys.workers, worker)))
-        await self._ride(lambda: self._redis.zrem(self.keys.workers_seen, worker))
+        await self._ask(("HDEL", self.keys.workers, worker), ("ZREM", self.keys.workers_seen, worker))
 
     async def publish(
         self,
@@ -207,10 +228,12 @@ class Store:
         rows_ttl_s: float,
     ) -> str:
         """Record how an attempt ended, its rows first: accepted, retry, duplicate, superseded or late."""
+        before = None
         if rows is not None:
-            name = self.keys.rows(task_id, sample_idx, attempt)
-            await self._ride(lambda: self._redis.set(name, rows, px=int(rows_ttl_s * 1000)))
-        answer = await self._run("publish", task_id, sample_idx, attempt, outcome.value, kind or "", header)
+            before = ("SET", self.keys.rows(task_id, sample_idx, attempt), rows, "PX", int(rows_ttl_s * 1000))
+        answer = await self._run(
+            "publish", task_id, sample_idx, attempt, outcome.value, kind or "", header, before=before
+        )
         return str(answer.decode())
 
     async def release(self, task_id: int, sample_idx: int, attempt: int) -> bool:
@@ -225,8 +248,9 @@ class Store:
 
     async def resign(self, owner: str) -> None:
         """Give the collector lease up, if `owner` holds it."""
-        if await self._ride(lambda: self._redis.get(self.keys.collector)) == owner.encode():
-            await self._ride(lambda: self._redis.delete(self.keys.collector))
+        (holder,) = await self._ask(("GET", self.keys.collector))
+        if holder == owner.encode():
+            await self._ask(("DEL", self.keys.collector))
 
     async def configure(self, epoch: int, settings: RunSettings) -> None:
         """Publish the run's rules. Raises FencedError."""
@@ -260,9 +284,7 @@ class Store:
 
     async def group_rules(self, task_id: int) -> tuple[bytes, int] | None:
         """``(rules, group size)`` of a running group; None of one that has ended."""
-        state, rules, size = await self._ride(
-            lambda: cast("Awaitable[list[Any]]", self._redis.hmget(self.keys.group(task_id), ["st", "rules", "n"]))
-        )
+        ((state, rules, size),) = await self._ask(("HMGET", self.keys.group(task_id), "st", "rules", "n"))
         return (rules, int(size)) if state == b"running" else None
 
     async def commit(
@@ -277,17 +299,10 @@ class Store:
 
     async def ready(self, most: int) -> list[tuple[int, bytes]]:
         """The oldest ready groups with their summaries."""
-        names = await self._ride(lambda: self._redis.zrange(self.keys.ready, 0, most - 1))
+        (names,) = await self._ask(("ZRANGE", self.keys.ready, 0, most - 1))
         if not names:
             return []
-
-        async def summaries() -> list[bytes | None]:
-            pipe = self._redis.pipeline(transaction=False)
-            for name in names:
-                pipe.hget(self.keys.group(int(name)), "sum")
-            return cast("list[bytes | None]", await pipe.execute())
-
-        found = await self._ride(summaries)
+        found = await self._ask(*(("HGET", self.keys.group(int(name)), "sum") for name in names))
         return [(int(name), summary) for name, summary in zip(names, found, strict=True) if summary is not None]
 
     async def evict_stale(self, epoch: int) -> list[int]:
@@ -303,15 +318,10 @@ class Store:
 
     async def may_cut_partial(self) -> bool:
         """Whether the data has ended and nothing is queued or running, so that a partial batch may be cut."""
-
-        async def ask() -> list[Any]:
-            pipe = self._redis.pipeline(transaction=True)
-            pipe.hexists(self.keys.state, "eod")
-            pipe.xlen(self.keys.prompts)
-            pipe.scard(self.keys.running)
-            return await pipe.execute()
-
-        ended, queued, running = await self._ride(ask)
+        # In this order: a group moves from queued to running, and a submit takes the end of data back.
+        queued, running, ended = await self._ask(
+            ("XLEN", self.keys.prompts), ("SCARD", self.keys.running), ("HEXISTS", self.keys.state, "eod")
+        )
         return bool(ended) and queued + running == 0
 
     async def reap(self, epoch: int, most: int = 500) -> tuple[int, int]:
@@ -323,7 +333,8 @@ class Store:
 
     async def sweep(self, epoch: int, chunk: int = 200) -> int:
         """Queue again the open slots that are neither queued nor leased: how many were lost."""
-        tasks = list(await self._ride(lambda: cast("Awaitable[set[bytes]]", self._redis.smembers(self.keys.running))))
+        (members,) = await self._ask(("SMEMBERS", self.keys.running))
+        tasks = list(members)
         lost = 0
         for at in range(0, len(tasks), chunk):
             lost += int(await self._run("sweep", epoch, *tasks[at : at + chunk]))
@@ -331,28 +342,30 @@ class Store:
 
     async def pop_evicted(self, most: int = 100) -> list[tuple[int, str, str]]:
         """``(task_id, dump folder, reason)`` of groups evicted since the last call."""
-        popped = await self._ride(lambda: cast("Awaitable[Any]", self._redis.lpop(self.keys.evicted, most)))
-        found = []
-        for task in popped or []:
-            fields = await self._ride(
-                lambda task=task: self._redis.hmget(self.keys.group(int(task)), ["dump", "why"])  # type: ignore[misc]
-            )
-            if fields[0]:
-                found.append((int(task), fields[0].decode(), (fields[1] or b"").decode()))
-        return found
+        (popped,) = await self._ask(("LPOP", self.keys.evicted, most))
+        if not popped:
+            return []
+        fields = await self._ask(*(("HMGET", self.keys.group(int(task)), "dump", "why") for task in popped))
+        return [
+            (int(task), folder.decode(), (why or b"").decode())
+            for task, (folder, why) in zip(popped, fields, strict=True)
+            if folder
+        ]
 
     async def wait_for_wake(self, name: str, timeout_s: float) -> None:
         """Wait until ``admission`` or ``cutter`` is woken, or `timeout_s` has passed."""
         key = {"admission": self.keys.wake_admission, "cutter": self.keys.wake_cutter}[name]
         wait_s = min(timeout_s, _BLOCK_MAX_S)
-        await self._ride(lambda: cast("Awaitable[Any]", self._redis.blpop([key], timeout=wait_s)))
+        await self._ride(lambda: self._redis.execute_command("BLPOP", key, wait_s))
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     async def read_rows(self, names: Sequence[tuple[int, int, int]]) -> list[bytes | None]:
         """Encoded rows of ``(task_id, sample_idx, attempt)``; None where they are gone."""
-        keys = [self.keys.rows(*name) for name in names]
-        return await self._ride(lambda: self._redis.mget(keys)) if keys else []
+        if not names:
+            return []
+        (frames,) = await self._ask(("MGET", *(self.keys.rows(*name) for name in names)))
+        return cast("list[bytes | None]", frames)
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 
@@ -401,16 +414,14 @@ class Store:
 
     async def version(self) -> int:
         """The version in force; 0 before the first."""
-        value = await self._ride(
-            lambda: cast("Awaitable[bytes | None]", self._redis.hget(self.keys.state, "version"))
-        )
+        (value,) = await self._ask(("HGET", self.keys.state, "version"))
         return int(value or 0)
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
     async def run_settings(self) -> RunSettings | None:
         """The published rules of the run; None before a collector has published them."""
-        text = await self._ride(lambda: self._redis.get(self.keys.settings))
+        (text,) = await self._ask(("GET", self.keys.settings))
         if text is None:
             return None
         try:
@@ -423,23 +434,24 @@ class Store:
 
     async def collector_alive(self) -> bool:
         """Whether a collector holds the lease."""
-        return bool(await self._ride(lambda: self._redis.exists(self.keys.collector)))
+        (alive,) = await self._ask(("EXISTS", self.keys.collector))
+        return bool(alive)
 
     async def add_servers(self, urls: Iterable[str]) -> None:
         """Add inference servers to the registry."""
         names = [url.rstrip("/") for url in urls]
         if names:
-            await self._ride(lambda: cast("Awaitable[int]", self._redis.sadd(self.keys.servers, *names)))
+            await self._ask(("SADD", self.keys.servers, *names))
 
     async def remove_servers(self, urls: Iterable[str]) -> None:
         """Take inference servers out of the registry."""
         names = [url.rstrip("/") for url in urls]
         if names:
-            await self._ride(lambda: cast("Awaitable[int]", self._redis.srem(self.keys.servers, *names)))
+            await self._ask(("SREM", self.keys.servers, *names))
 
     async def servers(self) -> list[str]:
         """Base URLs of the registered inference servers, sorted."""
-        found = await self._ride(lambda: cast("Awaitable[set[bytes]]", self._redis.smembers(self.keys.servers)))
+        (found,) = await self._ask(("SMEMBERS", self.keys.servers))
         return sorted(url.decode() for url in found)
 
     async def status(self, *, live_within_s: float = 15.0) -> RunStatus:
@@ -463,9 +475,21 @@ class Store:
             pipe.time()
             return await pipe.execute()
 
-        (state, counters, queued, running, ready, cut, jobs, leased, alive, about, seen, servers, clock) = await self._ride(
-            ask
-        )
+        (
+            state,
+            counters,
+            queued,
+            running,
+            ready,
+            cut,
+            jobs,
+            leased,
+            alive,
+            about,
+            seen,
+            servers,
+            clock,
+        ) = await self._ride(ask)
         now_ms = clock[0] * 1000 + clock[1] // 1000
         silent = {name: (now_ms - at) / 1000 for name, at in seen}
         workers = {

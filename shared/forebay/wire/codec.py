@@ -102,4 +102,5 @@ def _decode_array(
         raise FrameError(f"{name} does not hold {length} values of {code}")
     raw = decompressor.decompress(data, max_output_size=size)
     shuffled = np.frombuffer(raw, dtype=np.uint8).reshape(dtype.itemsize, length)
-    return np.ascontiguousarray(shuffled.T).view(dtype).reshape(length).astype(np.dtype(code), copy=False)
+    array: np.ndarray[Any, Any] = np.ascontiguousarray(shuffled.T).view(dtype).reshape(length)
+    return array.astype(np.dtype(code), copy=False)

@@ -98,7 +98,9 @@ def _encode_argument(value: Any, where: str, depth: int) -> Any:
     if kind is not None:
         path = getattr(value, "name_or_path", None)
         if not path:
-            raise WorkflowError(f"{where}: this {kind} has no name_or_path; pass the path it can be loaded from instead")
+            raise WorkflowError(
+                f"{where}: this {kind} has no name_or_path; pass the path it can be loaded from instead"
+            )
         return {TAG: kind, "path": str(path)}
     if callable(value):
         return {TAG: "callable", "name": callable_name(value, where)}
@@ -163,7 +165,9 @@ def _encode_array(value: Any, where: str) -> dict[str, Any]:
 
 def _decode_array(form: dict[str, Any]) -> Any:
     try:
-        array = np.frombuffer(form["data"], dtype=np.dtype(form["dtype"]).newbyteorder("<")).reshape(form["shape"]).copy()
+        array = (
+            np.frombuffer(form["data"], dtype=np.dtype(form["dtype"]).newbyteorder("<")).reshape(form["shape"]).copy()
+        )
     except (ValueError, TypeError, KeyError) as error:
         raise FrameError(f"malformed array in a frame: {error}") from None
     if form.get("torch"):
@@ -174,7 +178,7 @@ def _decode_array(form: dict[str, Any]) -> Any:
 
 
 def decode_plain(value: Any, resolve: Callable[[str, dict[str, Any]], Any] | None = None) -> Any:
-    """The inverse of :func:`encode_plain`, and of :func:`encode_kwargs` where `resolve` makes ``(tag, form)`` an object.
+    """The inverse of :func:`encode_plain` and :func:`encode_kwargs`; `resolve` makes ``(tag, form)`` an object.
 
     Raises:
         FrameError: a tagged form is malformed, or of a kind that may not stand here.

@@ -24,7 +24,8 @@ class RLVRWorkflow(RolloutWorkflow):
     Args:
         reward_fn: ``(prompt, completion, prompt_ids, completion_ids, **data) -> float``, plain or async. The texts are
             decoded without special tokens.
-        gconfig: sampling; the tokenizer's end-of-text and padding tokens are added to its stop tokens.
+        gconfig: sampling, as an object or as a dict of its fields; the tokenizer's end-of-text and padding tokens
+            are added to its stop tokens.
         tokenizer: a tokenizer, or the folder or name to load one from.
         enable_thinking: passed to the chat template.
         reward_timeout_s: for one call of a plain `reward_fn`, which runs in a process of its own.
@@ -33,7 +34,7 @@ class RLVRWorkflow(RolloutWorkflow):
     def __init__(
         self,
         reward_fn: Callable[..., Any],
-        gconfig: GenerationHyperparameters,
+        gconfig: GenerationHyperparameters | dict[str, Any],
         tokenizer: Any,
         enable_thinking: bool = False,
         reward_timeout_s: float = 15.0,

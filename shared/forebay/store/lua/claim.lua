@@ -1,16 +1,36 @@
--- Gives a worker jobs that are due, in one step for many. ARGV: most, claim ms. Returns job ids.
--- arq's own claim takes three round trips for each job and looks only at the head of the queue, which ids of running
--- jobs clog; here ids leave the queue when their attempt begins, and a claim whose worker died before that ends by itself.
-local most, queue = tonumber(ARGV[1]), key('jobs')
-local now, at, claimed = now_ms(), 0, {}
+-- Gives a worker attempts that are due and still wanted, with their leases, in one step for many.
+-- ARGV: worker, most, lease ms.
+-- Returns {{job id, group size, ms to the group's deadline}, ..., }, {task, spec, ...} with each spec once.
+-- A claimed job leaves arq's queue here: the lease stands for it from now on. So idle workers do not step over the ids
+-- of running jobs, which arq's own claim does, and a worker that dies loses it after the lease, not after a time-out.
+local worker, most, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local queue, leases = key('jobs'), key('leases')
+local now, claimed, specs, seen = now_ms(), {}, {}, {}
+
+local function wanted(g, task, idx, attempt)
+  local slot = call('HMGET', g, 'st', 'd' .. idx, 'a' .. idx)
+  return slot[1] == 'running' and not slot[2] and slot[3] == attempt
+end
+
 while #claimed < most do
-  local ids = call('ZRANGEBYSCORE', queue, '-inf', now, 'LIMIT', at, 100)
+  local ids = call('ZRANGEBYSCORE', queue, '-inf', now, 'LIMIT', 0, most - #claimed)
   if #ids == 0 then break end
   for _, id in ipairs(ids) do
-    if #claimed < most and call('SET', 'arq:in-progress:' .. id, '1', 'PX', ARGV[2], 'NX') then
-      claimed[#claimed + 1] = id
+    call('ZREM', queue, id)
+    local task, idx, attempt = string.match(id, ':(%d+):(%d+):(%d+)$')
+    local g = group_key(task)
+    if task and wanted(g, task, idx, attempt) then
+      call('ZADD', leases, now + lease, member(task, idx, attempt))
+      call('HSET', g, 'w' .. idx, worker)
+      claimed[#claimed + 1] = {id, call('HGET', g, 'n'), tonumber(call('HGET', g, 'dl')) - now}
+      if not seen[task] then
+        seen[task] = true
+        specs[#specs + 1] = task
+        specs[#specs + 1] = call('HGET', g, 'spec')
+      end
+    else
+      call('UNLINK', 'arq:job:' .. id)
     end
   end
-  at = at + #ids
 end
-return claimed
+return {claimed, specs}
