@@ -14,7 +14,7 @@ for at = 3, #ARGV do
     again[#again + 1] = task
   end
 end
-if missing or #again > 1 then return again end
+if missing or #again > 1 or #ARGV < 3 then return again end
 local batch = call('HINCRBY', STATE, 'batch_seq', 1)
 for at = 3, #ARGV do
   call('ZREM', key('ready'), ARGV[at])

@@ -3,6 +3,9 @@
 if fenced(ARGV[1]) then return {-1, 0} end
 local now, most = now_ms(), tonumber(ARGV[2])
 
+-- The attempt that such a slot is filled with: a result that comes late is then a duplicate, not a repeated call.
+local NOBODY = 0
+
 local function failure(task, idx, attempt, kind, reason)
   return cmsgpack.pack({task = tonumber(task), idx = tonumber(idx), attempt = tonumber(attempt),
                         outcome = 'failed', kind = kind, reason = reason})
@@ -18,7 +21,7 @@ for _, m in ipairs(expired) do
     count('leases_lost')
     count('failures:infra')
     if fail_attempt(task, idx, tonumber(attempt), 'infra', now) == 'final' then
-      settle(task, idx, attempt, failure(task, idx, attempt, 'infra', 'worker ' .. (slot[4] or '?') .. ' fell silent'))
+      settle(task, idx, NOBODY, failure(task, idx, attempt, 'infra', 'worker ' .. (slot[4] or '?') .. ' fell silent'))
       count('slots:failed')
     end
   end
@@ -33,7 +36,7 @@ for _, task in ipairs(late) do
       local slot = call('HMGET', g, 'd' .. idx, 'a' .. idx)
       if not slot[1] then
         retire(task, idx, slot[2])
-        settle(task, idx, slot[2], failure(task, idx, slot[2], 'timeout', 'the deadline of the group passed'))
+        settle(task, idx, NOBODY, failure(task, idx, slot[2], 'timeout', 'the deadline of the group passed'))
         count('failures:timeout')
         count('slots:failed')
       end
