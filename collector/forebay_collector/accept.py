@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def group_tensors(summary: GroupSummary, rows: Sequence[Row]) -> dict[str, Any]:
     tensors = to_torch(pad_rows(rows))
     tensors["rollout_group"] = RolloutGroup(
         row_counts=tuple(len(rollout.rows) for rollout in summary.rollouts),
-        rewards=tuple(rollout.reference for rollout in summary.rollouts),
+        rewards=tuple(rollout.reference_reward for rollout in summary.rollouts),
         sample_idx=tuple(rollout.sample_idx for rollout in summary.rollouts),
     )
     return tensors
@@ -50,7 +51,7 @@ class AcceptFilter:
         """``(None, "")`` to accept, else the reason and its detail."""
         try:
             return await asyncio.to_thread(self._call, name, summary, rows)
-        except Exception as error:  # a user's function may fail in any way; the group is rejected, the run goes on
+        except (Exception, SystemExit) as error:  # a user's function may fail in any way; the run goes on
             text = f"{name}: {type(error).__name__}: {error}"
             if len(self._errors) < _DISTINCT_ERRORS:
                 self._errors[text] += 1
@@ -64,6 +65,10 @@ class AcceptFilter:
             function = self._functions[name] = import_object(name, self._allowlist)
             if not callable(function):
                 raise WorkflowError(f"{name} is not callable")
-        if function(group_tensors(summary, rows)):
+        verdict = function(group_tensors(summary, rows))
+        if inspect.iscoroutine(verdict):
+            verdict.close()  # as a truth value it would accept everything
+            raise WorkflowError(f"{name} is a coroutine function; should_accept_fn is a plain one")
+        if verdict:
             return None, ""
         return RejectReason.FILTERED, f"{name} said no"

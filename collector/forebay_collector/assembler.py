@@ -76,6 +76,8 @@ class Assembler:
 def _header(entry: ResultEntry) -> SlotHeader:
     try:
         header = SlotHeader.unpack(entry.header)
+        if (header.task, header.idx) != (entry.task_id, entry.sample_idx):
+            raise FrameError(f"it is of slot {header.idx} of group {header.task}")
     except FrameError as error:
         log.error("result.unreadable", task_id=entry.task_id, sample_idx=entry.sample_idx, reason=str(error))
         return SlotHeader(

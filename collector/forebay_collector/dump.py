@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,8 @@ class Dumper:
         """Write a group's file. A failure is logged and counted; the pipeline goes on."""
         try:
             await asyncio.to_thread(self._write, folder, summary, rows, headers, outcome, reason, version)
-        except OSError as error:
-            self._skip("write_failed", summary.task, str(error))
+        except (OSError, ValueError, TypeError, ArithmeticError) as error:  # OverflowError: the tokenizer's, for an id
+            self._skip("write_failed", summary.task, f"{type(error).__name__}: {error}")
 
     def _write(
         self,
@@ -182,7 +182,8 @@ class Dumper:
 
     def _mark(self, task_id: int, folder: str, reason: str) -> None:
         path = self._path(folder, task_id)
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        with path.open(encoding="utf-8", newline="\n") as file:  # str.splitlines would split at U+2028 in a text
+            lines = [json.loads(line) for line in file]
         for line in lines:
             line.update(outcome="evicted", reason=reason)
         _replace(path, lines)
@@ -197,7 +198,7 @@ class Dumper:
 
 def _replace(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # of this call alone: two may write the same group
     try:
         draft.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
         draft.replace(path)

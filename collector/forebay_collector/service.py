@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import uuid
-from collections.abc import Coroutine
 from typing import Any
 
 import structlog
 
+from forebay.aio import named_task, stop_signal, stop_tasks
 from forebay.errors import ConnectionLostError, FencedError, FrameError
 from forebay.settings import RunSettings, Settings
 from forebay.store.store import ResultEntry, Store
@@ -51,7 +50,7 @@ async def run_collector(settings: Settings, rules: RunSettings) -> None:
         await store.ping()
         collector = Collector(store, rules)
         await collector.open()
-        async with _stop_signal() as stop:
+        async with stop_signal() as stop:
             await collector.serve(stop)
     finally:
         await store.close()
@@ -81,16 +80,16 @@ class Collector:
         lead = asyncio.create_task(self._acquire())
         await asyncio.wait([lead, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not lead.done():
-            lead.cancel()
+            await stop_tasks([lead])
             return
         self._epoch = lead.result()
         await self._store.configure(self._epoch, self._rules)
         tasks = [
-            _named("lease", self._keep_lease()),
-            _named("results", self._forever(self._collect)),
-            _named("cutter", self._forever(self._cut)),
-            _named("reaper", self._forever(self._reap)),
-            _named("dump", self._forever(self._mark_evicted)),
+            named_task("lease", self._keep_lease()),
+            named_task("results", self._forever(self._collect)),
+            named_task("cutter", self._forever(self._cut)),
+            named_task("reaper", self._forever(self._reap)),
+            named_task("dump", self._forever(self._mark_evicted)),
         ]
         log.info("collector.ready", collector=self.name, run=self._store.keys.run, epoch=self._epoch,
                  batch_size=self._rules.batch_size, capacity=self._rules.capacity)  # fmt: skip
@@ -99,9 +98,7 @@ class Collector:
             for task in done:
                 task.result()
         finally:
-            for task in [*tasks, *self._commits, stopped]:
-                task.cancel()
-            await asyncio.gather(*tasks, *self._commits, stopped, return_exceptions=True)
+            await stop_tasks([*tasks, *self._commits, stopped])
             with contextlib.suppress(ConnectionLostError):
                 await self._store.resign(self.name)
             log.info("collector.stopped", collector=self.name)
@@ -152,9 +149,7 @@ class Collector:
                 await self._add(entry)
 
     async def _cancel_commits(self) -> None:
-        for task in self._commits:
-            task.cancel()
-        await asyncio.gather(*self._commits, return_exceptions=True)
+        await stop_tasks(self._commits)
         self._commits.clear()
 
     async def _add(self, entry: ResultEntry) -> None:
@@ -171,7 +166,7 @@ class Collector:
                 for task in [task for task in self._commits if task.done()]:
                     self._commits.discard(task)
                     task.result()
-            self._commits.add(_named("commit", self._commit(assembled)))
+            self._commits.add(named_task("commit", self._commit(assembled)))
 
     async def _commit(self, group: Assembled) -> None:
         await self._committer.commit(self._epoch, group)
@@ -207,20 +202,3 @@ def _rules(task_id: int, packed: bytes) -> GroupRules:
     except FrameError as error:
         log.error("rules.unreadable", task_id=task_id, reason=str(error))
         return GroupRules(min_usable_group_size=1)
-
-
-def _named(name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    return asyncio.create_task(work, name=f"forebay-{name}")
-
-
-@contextlib.asynccontextmanager
-async def _stop_signal() -> Any:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

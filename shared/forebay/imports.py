@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,11 +31,24 @@ def check_allowed(name: str, allowlist: Sequence[str]) -> None:
         )
 
 
+def _check_home(name: str, found: Any, allowlist: Sequence[str]) -> None:
+    qualified = getattr(found, "__qualname__", None)
+    if qualified is None:  # an object that was made in the module
+        return
+    home = getattr(found, "__module__", None)
+    if not any(home == prefix or str(home).startswith(prefix + ".") for prefix in allowlist):
+        raise ImportNotAllowedError(
+            f"{name}: {qualified} is defined in {home or 'builtins'}, which is not in the run's import allowlist "
+            f"({', '.join(allowlist)}); add it to FOREBAY_IMPORT_ALLOWLIST, or wrap it in a function of your own"
+        )
+
+
 def import_object(name: str, allowlist: Sequence[str]) -> Any:
     """The object that `name` leads to.
 
     Raises:
-        ImportNotAllowedError: its module is not allowed; nothing was imported.
+        ImportNotAllowedError: its module is not allowed, and nothing was imported; or the object was only imported
+            into that module, from one that is not allowed.
         WorkflowError: there is no such module or attribute, or importing it failed.
     """
     check_allowed(name, allowlist)
@@ -43,11 +57,14 @@ def import_object(name: str, allowlist: Sequence[str]) -> Any:
         found: Any = importlib.import_module(module)
     except ImportError as error:
         raise WorkflowError(f"{name}: cannot import {module}: {error}; is it on the path (PYTHONPATH)?") from error
-    except Exception as error:  # a user's module may fail in any way while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way while it is imported
         raise WorkflowError(f"{name}: importing {module} failed: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         try:
             found = getattr(found, part)
         except AttributeError:
             raise WorkflowError(f"{name}: {module} has no {attribute}") from None
+        if inspect.ismodule(found):
+            raise ImportNotAllowedError(f"{name}: {part} is another module; name the module that defines the object")
+    _check_home(name, found, allowlist)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import multiprocessing
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -53,11 +54,12 @@ class AsyncRewardWrapper:
         self._max_retries = max_retries
         self._on_timeout = on_timeout
         self._pool: ProcessPool | None = None
+        self._starting = threading.Lock()
         self._is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
             getattr(reward_fn, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
 
-    async def __call__(self, *args: Any, **kwargs: Any) -> float:
+    async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
         """The reward.
 
         Raises:
@@ -69,9 +71,8 @@ class AsyncRewardWrapper:
             try:
                 return self._number(await self._once(args, kwargs))
             except TimeoutError:
-                cause = RewardTimeoutError(
-                    f"{self._name} ran longer than {self._timeout_s:g} s; its process was killed"
-                )
+                killed = "" if self._is_async else "; its process was killed"
+                cause = RewardTimeoutError(f"{self._name} ran longer than {self._timeout_s:g} s{killed}")
             except ProcessExpired as error:
                 cause = SlotDataError(f"{self._name}: its process died with exit code {error.exitcode}")
         if isinstance(cause, RewardTimeoutError) and self._on_timeout is not None:
@@ -86,25 +87,32 @@ class AsyncRewardWrapper:
         if self._is_async:
             async with asyncio.timeout(self._timeout_s):
                 return await self._fn(*args, **kwargs)
-        future = self._processes().schedule(self._fn, args=args, kwargs=kwargs, timeout=self._timeout_s)
+        pool = self._pool
+        if pool is None:
+            pool = await asyncio.to_thread(self._start)  # the fork server takes its time, once
+        future = pool.schedule(self._fn, args=args, kwargs=kwargs, timeout=self._timeout_s)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             _cancel(future)  # kills the process if the call has begun: nobody waits for it
             raise
 
-    def _processes(self) -> ProcessPool:
-        if self._pool is None:
-            # A fork of a process with threads and an event loop may deadlock; a fork server is forked before them.
-            context = multiprocessing.get_context("forkserver")
-            self._pool = ProcessPool(max_workers=self._max_workers, context=context)
-            weakref.finalize(self, _stop, self._pool)  # runs at interpreter exit too
-        return self._pool
+    def _start(self) -> ProcessPool:
+        with self._starting:
+            if self._pool is None:
+                # A fork of a process with threads and an event loop may deadlock; a fork server is forked before them.
+                context = multiprocessing.get_context("forkserver")
+                pool = ProcessPool(max_workers=self._max_workers, context=context)
+                weakref.finalize(self, _stop, pool)  # runs at interpreter exit too
+                if not pool.active:  # asking starts its processes
+                    raise SlotDataError(f"{self._name}: its processes cannot be started")
+                self._pool = pool
+            return self._pool
 
     def _number(self, value: Any) -> float:
         try:
             return float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch: RuntimeError for several elements
             raise SlotDataError(f"{self._name} returned {value!r}, expected a number") from None
 
 

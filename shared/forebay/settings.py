@@ -115,7 +115,7 @@ class RunSettings(_Base):
     stall_timeout_s: float = Field(300.0, gt=0)
     """A trainer's read that cannot be served before the version moves is an error after this time."""
 
-    max_rows_bytes: int = Field(256 * 2**20, ge=1024)
+    max_rows_bytes: int = Field(256 * 2**20, ge=1024, le=256 * 2**20)
     """Bound on the encoded rows of one slot; more is failed(data)."""
     rows_ttl_s: float = Field(6 * 3600.0, gt=60)
     """Rows that no group counts vanish after this time."""
@@ -145,6 +145,11 @@ class RunSettings(_Base):
             raise ValueError(
                 f"min_usable_group_size={self.min_usable_group_size} is above group_size={self.group_size}: "
                 "no group could ever be trained on"
+            )
+        if self.reward_normalization and self.min_usable_group_size == 1 and self.group_size >= 2:
+            raise ValueError(
+                "min_usable_group_size=1: rewards are normalized by group statistics, which need at least 2 usable "
+                "rollouts; raise it, leave it out, or turn reward_normalization off"
             )
         if self.dump_to_file and not self.tokenizer_path:
             raise ValueError("dump_to_file needs tokenizer_path, the model folder or name whose tokenizer decodes rows")
@@ -200,7 +205,8 @@ def load(kind: type[S], /, **values: Any) -> S:
         for item in error.errors(include_url=False, include_context=False):
             name = ".".join(str(part) for part in item["loc"])
             shown = f"{prefix}{name}".upper() if name else "settings"
-            secret = "redis" in name.lower() or not name  # a URL may hold a password; a whole model holds one
+            # A URL may hold a password, a whole model holds one, and a misspelt name may stand for one.
+            secret = "redis" in name.lower() or not name or item["type"] == "extra_forbidden"
             value = "" if secret else f"={item['input']!r}"
             lines.append(f"{shown}{value}: {item['msg'].removeprefix('Value error, ')}")
         raise SettingsError("; ".join(lines)) from None

@@ -29,8 +29,10 @@ class RolloutWorkflow(ABC):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> RolloutWorkflow:
         """Remember the constructor's arguments."""
+        if cls.__init__ is object.__init__ and (args or kwargs):
+            raise TypeError(f"{cls.__qualname__}() takes no arguments")  # object says so only where __new__ is its own
         self = super().__new__(cls)
-        self._forebay_arguments = (args, kwargs)
+        object.__setattr__(self, "_forebay_arguments", (args, kwargs))  # a frozen dataclass may be a workflow
         return self
 
     @abstractmethod
@@ -74,6 +76,10 @@ def name_workflow(
         raise WorkflowError(f"{cls.__qualname__} needs workflow_kwargs; pass {{}} if its constructor takes nothing")
     name = callable_name(cls, "workflow")
     check_allowed(name, allowlist)
+    if inspect.isabstract(cls):
+        raise WorkflowError(f"{name} is abstract: it does not define {', '.join(sorted(cls.__abstractmethods__))}")
+    if cls.__init__ is object.__init__ and kwargs:
+        raise WorkflowError(f"workflow_kwargs do not fit {name}: it takes no arguments, not {', '.join(kwargs)}")
     try:
         inspect.signature(cls.__init__).bind(None, **kwargs)
     except TypeError as error:

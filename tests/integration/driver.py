@@ -67,7 +67,12 @@ class Driver:
         row = a_row(version, reward)
         header = SlotHeader(*attempt, outcome="usable", rows=[RowSummary.of(row)])
         return await self.store.publish(
-            *attempt, outcome=SlotOutcome.USABLE, kind=None, header=header.pack(), rows=encode_rows([row]), rows_ttl_s=600
+            *attempt,
+            outcome=SlotOutcome.USABLE,
+            kind=None,
+            header=header.pack(),
+            rows=encode_rows([row]),
+            rows_ttl_s=600,
         )
 
     async def fail(self, attempt: tuple[int, int, int], kind: FailureKind = FailureKind.INFRA) -> str:

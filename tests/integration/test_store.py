@@ -17,7 +17,7 @@ from forebay.store import Store
 @pytest.fixture
 async def store(any_redis_url: str, run_name: str) -> AsyncIterator[Store]:
     """The store of a run of one's own, on Valkey and on Redis."""
-    opened = Store.open(Settings(REDIS_URL=any_redis_url, experiment_name=run_name.split("/")[0]))
+    opened = Store.open(Settings(REDIS_URL=any_redis_url, experiment_name=run_name.split("/", maxsplit=1)[0]))
     yield opened
     await opened.close()
 
@@ -54,7 +54,7 @@ class TestSubmit:
 
 class TestAdmission:
     async def test_admission_honours_capacity(self, store: Store, driver: Driver) -> None:
-        """running + ready + cut + delivered_ahead stays within (s + 1) * k * B at every step (contract 6)."""
+        """Running + ready + cut + delivered_ahead stays within (s + 1) * k * B at every step (contract 6)."""
         await driver.submit(12)
         assert await driver.admit() == 4
         assert await driver.admit() == 0
@@ -401,7 +401,9 @@ class TestInvariants:
                     await (driver.publish(attempt, version) if rng.random() < 0.8 else driver.fail(attempt))
                 case 4:
                     for task_id in list(heads):
-                        if await driver.commit(task_id, heads[task_id], reason="filtered" if rng.random() < 0.2 else ""):
+                        if await driver.commit(
+                            task_id, heads[task_id], reason="filtered" if rng.random() < 0.2 else ""
+                        ):
                             del heads[task_id]
                 case 5:
                     if len(await store.ready(2)) == 2:

@@ -21,7 +21,7 @@ from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
 from forebay.errors import ConnectionLostError
-from forebay.store.connection import connect
+from forebay.store.connection import ANSWER_TIMEOUT_S, connect
 
 __all__ = ["SlotHost"]
 
@@ -89,7 +89,7 @@ class SlotHost:
 
         # arq's own client of the same server, made with our time-outs; its repr and its settings are never logged.
         self._redis = ArqRedis(
-            connect(url).connection_pool,
+            connect(url, socket_timeout_s=ANSWER_TIMEOUT_S).connection_pool,
             job_serializer=msgpack.packb,
             job_deserializer=msgpack.unpackb,
             default_queue_name=queue,

@@ -101,7 +101,12 @@ async def run_attempt(
         if result is None:
             return Ended(SlotOutcome.REJECTED)
         return await _usable(result, max_rows_bytes, max_inline_tokens)
-    except Exception as error:  # the boundary: whatever a workflow raises is this slot's outcome, and no more
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return classify(error)  # nobody cancelled the attempt: something that the workflow awaited was
+    except (Exception, SystemExit) as error:  # the boundary: whatever a workflow raises is this slot's outcome, no more
         return classify(error)
 
 
@@ -138,15 +143,23 @@ _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], Failu
 )
 
 
-def classify(error: Exception) -> Ended:
+def _describe(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:  # a user's exception whose own __str__ fails
+        text = "<its text cannot be made>"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def classify(error: BaseException) -> Ended:
     """The failed outcome of an exception: anything that is not known to pass is kind ``data``, tried once."""
     kind = next((kind for types, kind in _KINDS if isinstance(error, types)), FailureKind.DATA)
     root = error
     while root.__cause__ is not None and isinstance(root.__cause__, Exception):
         root = root.__cause__
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = _describe(error)
     if root is not error:
-        text += f" (from {type(root).__name__}: {root})"
+        text += f" (from {_describe(root)})"
     trace = "".join(traceback.format_exception(error))
     if len(trace) > _MAX_TRACEBACK:
         half = _MAX_TRACEBACK // 2

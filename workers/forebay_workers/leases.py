@@ -46,12 +46,9 @@ class Leases:
         """`attempt` has ended here."""
         self._held.pop(attempt, None)
 
-    def cancel_all(self) -> list[asyncio.Task[Any]]:
-        """Cancel every attempt that runs here, and return their tasks."""
-        tasks = list(self._held.values())
-        for task in tasks:
-            task.cancel()
-        return tasks
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """The tasks of the attempts that run here."""
+        return list(self._held.values())
 
     async def beat(self) -> None:
         """One heart-beat: renew all, and stop what has been lost."""

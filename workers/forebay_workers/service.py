@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import uuid
-from collections.abc import Coroutine
 from typing import Any
 
 import structlog
 
+from forebay.aio import named_task, stop_signal, stop_tasks
 from forebay.errors import ConnectionLostError
 from forebay.settings import EngineSettings, RunSettings, Settings
 from forebay.store.store import Store
@@ -23,12 +22,11 @@ from forebay_workers.leases import Leases
 from forebay_workers.settings import WorkerSettings
 from forebay_workers.slots import SlotRunner
 
-__all__ = ["run_worker"]
+__all__ = ["Worker", "run_worker"]
 
 log = structlog.get_logger(__name__)
 
 _REFRESH_S = 1.0
-_CANCEL_S = 5.0
 
 
 async def run_worker(settings: Settings, engine_settings: EngineSettings, worker_settings: WorkerSettings) -> None:
@@ -44,14 +42,16 @@ async def run_worker(settings: Settings, engine_settings: EngineSettings, worker
         log.info("worker.waiting_for_run", run=settings.run)
         rules = await store.wait_for_settings(worker_settings.wait_for_run_s, asyncio.sleep)
         await store.add_servers(settings.servers)
-        async with _stop_signal() as stop:
-            worker = _Worker(store, settings, rules, engine_settings, worker_settings)
+        async with stop_signal() as stop:
+            worker = Worker(store, settings, rules, engine_settings, worker_settings)
             await worker.serve(stop)
     finally:
         await store.close()
 
 
-class _Worker:
+class Worker:
+    """The loops of a worker, and their orderly end."""
+
     def __init__(
         self,
         store: Store,
@@ -92,16 +92,17 @@ class _Worker:
         }
 
     async def serve(self, stop: asyncio.Event) -> None:
+        """Run slots until `stop` is set; then let them finish for a while, and hand back what does not."""
         await self._refresh()
         await self._fleet.start()
         await self._leases.beat()
         tasks = [
-            _named("heartbeat", self._leases.run()),
-            _named("admission", admit_groups(self._store, self._rules.group_deadline_s)),
-            _named("slots", self._host.run()),
-            _named("refresh", self._keep_refreshing()),
+            named_task("heartbeat", self._leases.run()),
+            named_task("admission", admit_groups(self._store, self._rules.group_deadline_s)),
+            named_task("slots", self._host.run()),
+            named_task("refresh", self._keep_refreshing()),
         ]
-        stopped = _named("stop", stop.wait())
+        stopped = named_task("stop", stop.wait())
         log.info("worker.ready", worker=self.name, slots=self._settings.max_slots, run=self._store.keys.run)
         try:
             done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -116,12 +117,8 @@ class _Worker:
         others[0].cancel()  # admission: other workers go on with it
         log.info("worker.draining", running=len(self._leases))
         if not await self._host.wait_idle(self._settings.drain_timeout_s):
-            handed_back = self._leases.cancel_all()
-            if handed_back:
-                await asyncio.wait(handed_back, timeout=_CANCEL_S)
-        for task in [heartbeat, *others, stopped]:
-            task.cancel()
-        await asyncio.gather(heartbeat, *others, stopped, return_exceptions=True)
+            await stop_tasks(self._leases.tasks())
+        await stop_tasks([heartbeat, *others, stopped])
         with contextlib.suppress(ConnectionLostError):
             await self._store.sign_off(self.name)
         await self._fleet.close()
@@ -139,20 +136,3 @@ class _Worker:
                 await self._refresh()
             except ConnectionLostError as error:
                 log.warning("refresh.failed", reason=str(error))
-
-
-def _named(name: str, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    return asyncio.create_task(work, name=f"forebay-{name}")
-
-
-@contextlib.asynccontextmanager
-async def _stop_signal() -> Any:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    try:
-        yield stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)

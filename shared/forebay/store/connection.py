@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -23,14 +24,14 @@ from redis.exceptions import (
 
 from forebay.errors import ConnectionLostError, SettingsError
 
-__all__ = ["SOCKET_TIMEOUT_S", "address", "connect", "riding_through"]
+__all__ = ["ANSWER_TIMEOUT_S", "address", "connect", "riding_through"]
 
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-SOCKET_TIMEOUT_S = 5.0
-"""Longest silence on a connection. Every BLOCK in the project is shorter."""
+ANSWER_TIMEOUT_S = 5.0
+"""Longest wait for an answer. Every BLOCK in the project is shorter."""
 
 _PASSING = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError, OSError)
 
@@ -42,8 +43,11 @@ def address(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
 
 
-def connect(url: str, *, max_connections: int = 64) -> redis_asyncio.Redis:
+def connect(url: str, *, max_connections: int = 64, socket_timeout_s: float | None = None) -> redis_asyncio.Redis:
     """A client of the server at `url`; nothing is sent yet.
+
+    Without `socket_timeout_s` the caller bounds its calls, as :func:`riding_through` does: redis-py would make a task
+    for every command, through ``asyncio.wait_for``, which on Python 3.11 also swallows cancellations.
 
     Raises:
         SettingsError: `url` is no Redis URL.
@@ -52,9 +56,9 @@ def connect(url: str, *, max_connections: int = 64) -> redis_asyncio.Redis:
         pool = redis_asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=max_connections,
-            timeout=SOCKET_TIMEOUT_S,
-            socket_timeout=SOCKET_TIMEOUT_S,
-            socket_connect_timeout=SOCKET_TIMEOUT_S,
+            timeout=ANSWER_TIMEOUT_S,
+            socket_timeout=socket_timeout_s,
+            socket_connect_timeout=ANSWER_TIMEOUT_S,
             health_check_interval=30,
         )
     except ValueError as error:
@@ -70,28 +74,37 @@ async def riding_through(call: Callable[[], Awaitable[T]], url: str, timeout_s: 
     Raises:
         ConnectionLostError: Redis was not to be had in that time.
     """
+
+    async def bounded() -> T:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            return await call()
+
     try:
         try:
-            return await call()
+            return await bounded()
         except _PASSING as error:
             if not _passing(error):
                 raise
-            log.warning("redis.waiting", address=address(url), reason=str(error), up_to_s=timeout_s)
+            log.warning("redis.waiting", address=address(url), reason=_text(error), up_to_s=timeout_s)
         async for attempt in stamina.retry_context(
             on=_passing, attempts=None, timeout=timeout_s, wait_initial=0.05, wait_max=1.0, wait_jitter=0.2
         ):
             with attempt:
-                return await call()
+                return await bounded()
     except AuthenticationError as error:
         raise ConnectionLostError(
             f"Redis at {address(url)} refused the credentials ({error}); check the user and the password in REDIS_URL"
         ) from None
     except _PASSING as error:
         raise ConnectionLostError(
-            f"Redis at {address(url)} cannot be reached (tried for {timeout_s:g} s: {error}); "
+            f"Redis at {address(url)} cannot be reached (tried for {timeout_s:g} s: {_text(error)}); "
             "start one with `make up`, or set REDIS_URL"
         ) from None
     raise ConnectionLostError(f"Redis at {address(url)} cannot be reached")  # not reached: stamina returns or raises
+
+
+def _text(error: BaseException) -> str:
+    return str(error) or f"no answer in {ANSWER_TIMEOUT_S:g} s"
 
 
 def _passing(error: Exception) -> bool:

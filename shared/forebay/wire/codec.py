@@ -2,7 +2,7 @@
 
 A frame is one version byte and a msgpack map. Masks and versions are run-length coded; token ids and logprobs are
 little-endian arrays, logprobs with their bytes shuffled (the high bytes of neighbours are alike), both under zstd
-level 1. Sizes are checked against the frame's own claims before anything is allocated.
+level 1. Sizes are checked against the frame's own claims, and these against its length, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from forebay.errors import FrameError
+from forebay.errors import FrameError, SlotDataError
 from forebay.wire.rows import Row
 from forebay.wire.values import pack, unpack
 
@@ -23,13 +23,37 @@ _VERSION = 1
 _RUNS = "r"
 _PLAIN = "p"
 _MAX_TOKENS = 64 * 2**20
+_FREE_BYTES = 64 * 2**20
+_MAX_RATIO = 4096
+"""Bytes that rows may take for each byte of their frame, above the free ones: real token ids compress by less than
+ten, and a damaged frame of a few bytes must not claim gigabytes."""
 _DTYPES = {"b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"}
 
 
 def encode_rows(rows: Sequence[Row]) -> bytes:
-    """The frame of a slot's rows."""
+    """The frame of a slot's rows.
+
+    Raises:
+        SlotDataError: a type that does not travel, or rows so repetitive that their frame would be taken for damaged.
+    """
     compressor = zstandard.ZstdCompressor(level=1)
-    return bytes([_VERSION]) + pack([_encode_row(row, compressor) for row in rows])
+    for row in rows:
+        for name, array in row.tokens.items():
+            if _code(array) not in _DTYPES:
+                raise SlotDataError(f"{name} has dtype {array.dtype}, which does not travel")
+    frame = bytes([_VERSION]) + pack([_encode_row(row, compressor) for row in rows])
+    size = sum(array.nbytes for row in rows for array in row.tokens.values())
+    if size > _bound(frame):
+        raise SlotDataError(f"the rows take {size} bytes, of one and the same value almost everywhere")
+    return frame
+
+
+def _bound(frame: bytes) -> int:
+    return _FREE_BYTES + _MAX_RATIO * len(frame)
+
+
+def _code(array: np.ndarray[Any, Any]) -> str:
+    return str(array.dtype.str).lstrip("<>=|")
 
 
 def decode_rows(frame: bytes) -> list[Row]:
@@ -46,9 +70,23 @@ def decode_rows(frame: bytes) -> list[Row]:
         raise FrameError("rows frame holds no list")
     decompressor = zstandard.ZstdDecompressor()
     try:
+        claimed = sum(_claimed(form) for form in forms)
+        if claimed > _bound(frame):
+            raise FrameError(f"a rows frame of {len(frame)} bytes claims {claimed} bytes of rows")
         return [_decode_row(form, decompressor) for form in forms]
-    except (KeyError, TypeError, ValueError, AttributeError, zstandard.ZstdError) as error:
+    except FrameError:
+        raise
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, zstandard.ZstdError) as error:
         raise FrameError(f"malformed rows frame: {error}") from None
+
+
+def _claimed(form: dict[str, Any]) -> int:
+    length = form["n"]
+    if type(length) is not int or not 1 <= length <= _MAX_TOKENS:
+        raise FrameError(f"a row claims {length!r} tokens")
+    if any(spec[0] not in _DTYPES for spec in form["k"].values()):
+        raise FrameError("a row has an array of an unknown dtype")
+    return sum(length * np.dtype(spec[0]).itemsize for spec in form["k"].values())
 
 
 def _encode_row(row: Row, compressor: zstandard.ZstdCompressor) -> dict[str, Any]:
@@ -62,7 +100,7 @@ def _encode_row(row: Row, compressor: zstandard.ZstdCompressor) -> dict[str, Any
 
 
 def _encode_array(array: np.ndarray[Any, Any], compressor: zstandard.ZstdCompressor) -> list[Any]:
-    dtype = array.dtype.str.lstrip("<>=|")
+    dtype = _code(array)
     if array.dtype.kind in "biu":
         starts = np.flatnonzero(np.concatenate(([True], array[1:] != array[:-1])))
         if len(starts) * 4 <= len(array) or len(starts) <= 8:
@@ -75,26 +113,29 @@ def _encode_array(array: np.ndarray[Any, Any], compressor: zstandard.ZstdCompres
 
 def _decode_row(form: dict[str, Any], decompressor: zstandard.ZstdDecompressor) -> Row:
     length = form["n"]
-    if not isinstance(length, int) or not 1 <= length <= _MAX_TOKENS:
-        raise FrameError(f"a row claims {length!r} tokens")
     tokens = {name: _decode_array(name, spec, length, decompressor) for name, spec in form["k"].items()}
     if "input_ids" not in tokens:
         raise FrameError("a row has no input_ids")
-    return Row(tokens, reward=form["r"], original_reward=form["o"], is_truncated=form["t"])
+    reward, original, truncated = form["r"], form["o"], form["t"]
+    if any(value is not None and not isinstance(value, float) for value in (reward, original)):
+        raise FrameError(f"a row has the rewards {reward!r} and {original!r}")
+    if truncated is not None and not isinstance(truncated, bool):
+        raise FrameError(f"a row is truncated: {truncated!r}")
+    return Row(tokens, reward=reward, original_reward=original, is_truncated=truncated)
 
 
 def _decode_array(
     name: str, spec: list[Any], length: int, decompressor: zstandard.ZstdDecompressor
 ) -> np.ndarray[Any, Any]:
     code, how, data = spec
-    if code not in _DTYPES:
-        raise FrameError(f"{name} has dtype {code!r}")
     dtype = np.dtype(code).newbyteorder("<")
     if how == _RUNS:
-        counts = [run[1] for run in data]
-        if any(not isinstance(n, int) or n < 1 for n in counts) or sum(counts) != length:
+        values, counts = [run[0] for run in data], [run[1] for run in data]
+        if any(type(n) is not int or n < 1 for n in counts) or sum(counts) != length:
             raise FrameError(f"the runs of {name} do not add up to {length}")
-        return np.repeat(np.array([run[0] for run in data], dtype=np.dtype(code)), counts)
+        if dtype.kind not in "biu" or any(type(value) is not int for value in values):
+            raise FrameError(f"the runs of {name} are not of integers")
+        return np.repeat(np.array(values, dtype=np.dtype(code)), counts)
     if how != _PLAIN:
         raise FrameError(f"{name} is coded in an unknown way {how!r}")
     size = length * dtype.itemsize

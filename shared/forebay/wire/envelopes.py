@@ -28,13 +28,17 @@ class _Envelope:
 
     @classmethod
     def _build(cls, form: Any) -> Self:
-        if not isinstance(form, dict):
-            raise FrameError(f"a {cls.__name__} is a map, not a {type(form).__name__}")
-        known = {item.name for item in fields(cls)}  # type: ignore[arg-type]
         try:
-            return cls(**{name: value for name, value in form.items() if name in known})
+            return cls(**_known(cls, form))
         except (TypeError, ValueError) as error:
             raise FrameError(f"malformed {cls.__name__}: {error}") from None
+
+
+def _known(cls: Any, form: Any) -> dict[str, Any]:
+    if not isinstance(form, dict):
+        raise FrameError(f"a {cls.__name__} is a map, not a {type(form).__name__}")
+    names = {item.name for item in fields(cls)}
+    return {name: value for name, value in form.items() if name in names}
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ class RowSummary:
 
 
 def _row_summaries(forms: Sequence[Any]) -> list[RowSummary]:
-    return [form if isinstance(form, RowSummary) else RowSummary(**form) for form in forms]
+    return [form if isinstance(form, RowSummary) else RowSummary(**_known(RowSummary, form)) for form in forms]
 
 
 @dataclass(slots=True)
@@ -124,6 +128,8 @@ class SlotHeader(_Envelope):
             FailureKind(self.kind)
         ResultKind(self.result_kind)
         self.rows = _row_summaries(self.rows)
+        if self.outcome == SlotOutcome.USABLE and not self.rows:
+            raise ValueError("a usable slot delivers one or more rows")
 
 
 @dataclass(slots=True)
@@ -136,10 +142,19 @@ class RolloutSummary:
     rows: list[RowSummary]
     """With the rewards as normalized; the raw ones in ``original_reward``."""
     reference: float | None = None
+    """``rollout_reward`` if the workflow supplied one."""
 
     def __post_init__(self) -> None:
         """Build the nested rows."""
         self.rows = _row_summaries(self.rows)
+
+    @property
+    def reference_reward(self) -> float | None:
+        """What was supplied, else the raw reward that its rows have in common; None if they differ or have none."""
+        if self.reference is not None:
+            return self.reference
+        raw = {row.reward if row.original_reward is None else row.original_reward for row in self.rows}
+        return raw.pop() if len(raw) == 1 else None
 
 
 @dataclass(slots=True)
@@ -154,7 +169,9 @@ class GroupSummary(_Envelope):
 
     def __post_init__(self) -> None:
         """Build the nested rollouts."""
-        self.rollouts = [r if isinstance(r, RolloutSummary) else RolloutSummary(**r) for r in self.rollouts]
+        self.rollouts = [
+            r if isinstance(r, RolloutSummary) else RolloutSummary(**_known(RolloutSummary, r)) for r in self.rollouts
+        ]
 
     @property
     def head(self) -> int:

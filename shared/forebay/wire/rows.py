@@ -25,6 +25,8 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "token_rewards": np.dtype(np.float32),
 }
 _REQUIRED = ("input_ids", "attention_mask")
+_LARGEST = float(np.finfo(np.float32).max)
+"""Rewards are float32 in tensors: beyond it they are infinite."""
 _PER_ROW = ("rewards", "original_rewards", "is_truncated")
 
 
@@ -71,7 +73,10 @@ class Row:
 
 def _numpy(name: str, value: Any) -> np.ndarray[Any, Any]:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch
-        value = value.detach().cpu().numpy()
+        try:
+            value = value.detach().cpu().numpy()
+        except (TypeError, RuntimeError) as error:  # numpy has no such type (bfloat16), or no such layout (sparse)
+            raise WorkflowContractError(f"{name} has a type that does not travel: {error}") from None
     if not isinstance(value, np.ndarray):
         raise WorkflowContractError(f"{name} is a {type(value).__name__}; a workflow returns tensors")
     return value
@@ -84,13 +89,15 @@ def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | Non
 
     Raises:
         WorkflowContractError: a required key is missing, or a shape or a type is wrong.
-        SlotDataError: a logprob or a reward is NaN or infinite. Zeros are never filled in.
+        SlotDataError: a logprob or a reward is NaN, infinite or missing for a token, or an integer is out of range.
+            Nothing is filled in, and nothing wraps.
     """
     reference = _reference(result)
     arrays = {
         name: _numpy(name, value)
         for name, value in result.items()
         if name not in ("rollout_reward", "rollout_group", "multi_modal_input")
+        and not (name == "rewards" and value is None)
     }
     for name in _REQUIRED:
         if name not in arrays:
@@ -106,6 +113,8 @@ def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | Non
     for name, array in arrays.items():
         per_row = name in _PER_ROW
         want = (size,) if per_row else (size, width)
+        if name == "logprobs" and array.ndim == 2 and len(array) == size and array.shape[1] < width:
+            raise SlotDataError(f"logprobs are missing: {array.shape[1]} for {width} tokens; zeros are never filled in")
         if tuple(array.shape) != want:
             raise WorkflowContractError(f"{name} has shape {list(array.shape)}, expected {list(want)}")
         _check_dtype(name, array)
@@ -117,10 +126,12 @@ def _reference(result: Mapping[str, Any]) -> float | None:
     if (value := result.get("rollout_reward")) is None:
         return None
     try:
-        reference = float(value)
-    except (TypeError, ValueError):
+        reference = float(
+            value.item() if hasattr(value, "item") else "text" if isinstance(value, (str, bytes)) else value
+        )
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch: RuntimeError for several elements
         raise WorkflowContractError(f"rollout_reward is {value!r}, expected one finite number") from None
-    if not np.isfinite(reference):
+    if not _fits(reference):
         raise SlotDataError(f"rollout_reward is {reference}")
     return reference
 
@@ -144,12 +155,27 @@ def _lengths(mask: np.ndarray[Any, Any]) -> list[int]:
     return [int(length) for length in lengths]
 
 
+def _fits(value: float) -> bool:
+    return abs(value) <= _LARGEST  # False for NaN
+
+
+def _converted(where: str, values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    if dtype.kind == "i" and values.dtype.kind in "iu" and values.dtype != dtype:
+        bounds = np.iinfo(dtype)
+        if values.min() < bounds.min or values.max() > bounds.max:
+            raise SlotDataError(f"{where} has a value that does not fit {dtype}")
+    with np.errstate(over="ignore"):  # becomes infinite, which is looked for next
+        return np.ascontiguousarray(values, dtype=dtype)
+
+
 def _row(arrays: Mapping[str, np.ndarray[Any, Any]], at: int, length: int) -> Row:
     tokens: dict[str, np.ndarray[Any, Any]] = {}
     for name, array in arrays.items():
         if name in _PER_ROW or name == "attention_mask":
             continue
-        tokens[name] = np.ascontiguousarray(array[at, :length], dtype=_DTYPES.get(name, array.dtype))
+        tokens[name] = _converted(f"row {at}: {name}", array[at, :length], _DTYPES.get(name, array.dtype))
+    if int(tokens["input_ids"].min()) < 0:
+        raise SlotDataError(f"row {at}: input_ids has the negative id {tokens['input_ids'].min()}")
     row = Row(tokens)
     if "versions" in tokens:
         # AReaL's documents put 0 on prompt tokens; only generated tokens have a version.
@@ -161,7 +187,7 @@ def _row(arrays: Mapping[str, np.ndarray[Any, Any]], at: int, length: int) -> Ro
     for name, attribute in (("rewards", "reward"), ("original_rewards", "original_reward")):
         if name in arrays:
             value = float(arrays[name][at])
-            if not np.isfinite(value):
+            if not _fits(value):
                 raise SlotDataError(f"row {at}: {name} is {value}")
             setattr(row, attribute, value)
     if "is_truncated" in arrays:

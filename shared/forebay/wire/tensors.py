@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,8 @@ class RolloutGroup:
             raise ContractError(f"row_counts {self.row_counts} must be integers of at least 1")
         if not len(self.row_counts) == len(self.rewards) == len(self.sample_idx):
             raise ContractError("row_counts, rewards and sample_idx have one entry for each usable rollout")
+        if any(reward is not None and not math.isfinite(reward) for reward in self.rewards):
+            raise ContractError(f"rewards {self.rewards} must be finite or None")
 
     @property
     def usable_size(self) -> int:
@@ -54,7 +57,8 @@ def pad_rows(rows: Sequence[Row], *, pad_token_id: int = 0) -> dict[str, np.ndar
         if not all(name in row.tokens for row in rows):
             continue
         fill = pad_token_id if name == "input_ids" else PADDING.get(name, 0)
-        padded = np.full((len(rows), width), fill, dtype=rows[0].tokens[name].dtype)
+        # The workflow's own keys may differ in type from row to row; no value is lost to the first one's.
+        padded = np.full((len(rows), width), fill, dtype=np.result_type(*{row.tokens[name].dtype for row in rows}))
         for at, row in enumerate(rows):
             padded[at, : row.seqlen] = row.tokens[name]
         out[name] = padded

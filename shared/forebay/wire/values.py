@@ -6,6 +6,7 @@ Never pickle: what cannot be named or copied as plain data is refused where it e
 from __future__ import annotations
 
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = ["MAX_DEPTH", "callable_name", "decode_plain", "encode_kwargs", "encod
 TAG = "__forebay__"
 """Key that marks a tagged form; plain data may not use it."""
 MAX_DEPTH = 64
+_ARRAYS = frozenset({"b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"})
+"""Array types that travel."""
 _MAX_VALUES_BYTES = 256 * 2**20
 
 
@@ -41,7 +44,7 @@ def unpack(frame: bytes) -> Any:
     try:
         # unpackb bounds every claimed length by the frame's own length before it allocates.
         return msgpack.unpackb(frame, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:  # TypeError: an unhashable key
         raise FrameError(f"malformed msgpack frame of {len(frame)} bytes: {error}") from None
 
 
@@ -55,6 +58,8 @@ def encode_plain(value: Any, where: str = "data", _depth: int = 0) -> Any:
     """
     if _depth > MAX_DEPTH:
         raise SubmitError(f"{where[:80]}...: nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, str) and not value.isascii():
+        _check_unicode(value, where)
     if value is None or isinstance(value, (bool, float, str, bytes)):
         return value
     if isinstance(value, int):
@@ -71,6 +76,7 @@ def encode_plain(value: Any, where: str = "data", _depth: int = 0) -> Any:
         for name in value:
             if not isinstance(name, str) or name == TAG:
                 raise SubmitError(f"{where}: the key {name!r} is not allowed; keys are strings other than {TAG!r}")
+            _check_unicode(name, where)
         return {name: encode_plain(item, f"{where}[{name!r}]", _depth + 1) for name, item in value.items()}
     raise SubmitError(
         f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot travel; "
@@ -89,7 +95,7 @@ def encode_kwargs(kwargs: dict[str, Any], where: str = "workflow_kwargs") -> dic
 
 def _encode_argument(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, GenerationHyperparameters):
-        return {TAG: "gconfig", "fields": dataclasses.asdict(value)}
+        return {TAG: "gconfig", "fields": encode_kwargs(dataclasses.asdict(value), where)}
     if depth < MAX_DEPTH and isinstance(value, (list, tuple)):
         return [_encode_argument(item, f"{where}[{at}]", depth + 1) for at, item in enumerate(value)]
     if depth < MAX_DEPTH and isinstance(value, dict) and all(isinstance(name, str) and name != TAG for name in value):
@@ -141,12 +147,20 @@ def callable_name(value: Callable[..., Any] | type, where: str) -> str:
                 "move it to a module that workers have on their path"
             )
         module = spec.name
-    found: Any = sys.modules.get(module)
+    # A program that was started with -m is __main__ in this process, and its own module in every other.
+    found: Any = sys.modules.get(value.__module__)
     for part in name.split("."):
         found = getattr(found, part, None)
-    if found is None or getattr(found, "__qualname__", None) != name:
+    if found is not value and found != value:  # a method of a class is made anew at each look; they are equal
         raise WorkflowError(f"{where}: {module}:{name} does not lead back to the object that was passed")
     return f"{module}:{name}"
+
+
+def _check_unicode(value: str, where: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SubmitError(f"{where}: not valid Unicode ({error.reason} at character {error.start})") from None
 
 
 def _is_tensor(value: Any) -> bool:
@@ -155,20 +169,26 @@ def _is_tensor(value: Any) -> bool:
 
 def _encode_array(value: Any, where: str) -> dict[str, Any]:
     torch_made = _is_tensor(value)
-    array = np.ascontiguousarray(value.detach().cpu().numpy() if torch_made else value)
-    if array.dtype.kind not in "biuf":
+    try:
+        array = np.ascontiguousarray(value.detach().cpu().numpy() if torch_made else value)
+    except (TypeError, RuntimeError) as error:  # numpy has no such type (bfloat16), or no such layout (sparse)
+        raise SubmitError(f"{where}: this tensor cannot travel: {error}") from None
+    code = array.dtype.str.lstrip("<>=|")
+    if code not in _ARRAYS:
         raise SubmitError(f"{where}: arrays of dtype {array.dtype} cannot travel; use bool, integers or floats")
     data = array.astype(array.dtype.newbyteorder("<")).tobytes()
-    return {TAG: "array", "dtype": array.dtype.str.lstrip("<>=|"), "shape": list(value.shape), "data": data,
-            "torch": torch_made}  # fmt: skip
+    return {TAG: "array", "dtype": code, "shape": list(value.shape), "data": data, "torch": torch_made}
 
 
 def _decode_array(form: dict[str, Any]) -> Any:
     try:
-        array = (
-            np.frombuffer(form["data"], dtype=np.dtype(form["dtype"]).newbyteorder("<")).reshape(form["shape"]).copy()
-        )
-    except (ValueError, TypeError, KeyError) as error:
+        if form["dtype"] not in _ARRAYS:
+            raise FrameError(f"an array in a frame has dtype {form['dtype']!r}")
+        array = np.frombuffer(form["data"], dtype=np.dtype(form["dtype"]).newbyteorder("<"))
+        array = array.reshape([operator.index(size) for size in form["shape"]]).astype(form["dtype"])
+    except FrameError:
+        raise
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise FrameError(f"malformed array in a frame: {error}") from None
     if form.get("torch"):
         import torch
@@ -177,19 +197,21 @@ def _decode_array(form: dict[str, Any]) -> Any:
     return array
 
 
-def decode_plain(value: Any, resolve: Callable[[str, dict[str, Any]], Any] | None = None) -> Any:
+def decode_plain(value: Any, resolve: Callable[[str, dict[str, Any]], Any] | None = None, _depth: int = 0) -> Any:
     """The inverse of :func:`encode_plain` and :func:`encode_kwargs`; `resolve` makes ``(tag, form)`` an object.
 
     Raises:
         FrameError: a tagged form is malformed, or of a kind that may not stand here.
     """
+    if _depth > MAX_DEPTH + 1:  # arguments are one level deeper than what encode_plain is given
+        raise FrameError(f"a frame is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, list):
-        return [decode_plain(item, resolve) for item in value]
+        return [decode_plain(item, resolve, _depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(TAG)
     if kind is None:
-        return {name: decode_plain(item, resolve) for name, item in value.items()}
+        return {name: decode_plain(item, resolve, _depth + 1) for name, item in value.items()}
     if kind == "array":
         return _decode_array(value)
     if kind == "gconfig":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,7 @@ class RLVRWorkflow(RolloutWorkflow):
             tokenizer = AutoTokenizer.from_pretrained(tokenizer)
         if isinstance(gconfig, dict):  # as it comes from a command line
             gconfig = GenerationHyperparameters(**gconfig)
+        importlib.import_module("torch")  # seconds: here, in a thread of its own, not in the first episode
         self.tokenizer = tokenizer
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
         self.enable_thinking = enable_thinking
@@ -91,5 +93,5 @@ def _tensors(response: ModelResponse, reward: float) -> dict[str, Any]:
         "logprobs": torch.tensor([[0.0] * prompt + response.output_logprobs], dtype=torch.float32),
         "versions": torch.tensor([[-1] * prompt + response.output_versions], dtype=torch.int32),
         "rewards": torch.tensor([reward], dtype=torch.float32),
-        "is_truncated": torch.tensor([response.stop_reason is StopReason.LENGTH], dtype=torch.bool),
+        "is_truncated": torch.tensor([response.stop_reason == StopReason.LENGTH], dtype=torch.bool),
     }

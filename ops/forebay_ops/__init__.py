@@ -1,0 +1,1 @@
+"""Operations: the development inference server, tiny models and local tooling."""

@@ -1,0 +1,220 @@
+"""Reward functions in processes of their own (contract 8)."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from helpers import reward_functions as functions
+from helpers.waiting import DEADLINE_S, until
+
+from forebay import AsyncRewardWrapper
+from forebay.errors import RewardTimeoutError, SettingsError, SlotDataError
+
+# Generous: a process must be able to start within them on a busy machine.
+START_S = 20.0
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that was killed and not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not Path("/proc/self/stat").exists()
+
+
+def marks(folder: Path) -> list[int]:
+    """The process ids that calls have left in `folder`."""
+    return [int(mark.name) for mark in folder.iterdir()]
+
+
+class TestProcesses:
+    """contract 8: sync functions run in separate processes with a timeout."""
+
+    async def test_a_plain_function_runs_in_another_process(self) -> None:
+        """A plain function's reward comes from a process that is not this one."""
+        wrapper = AsyncRewardWrapper(functions.process_id, timeout_s=START_S, max_workers=1)
+        assert await wrapper() not in {0.0, float(os.getpid())}
+
+    async def test_case_30_endless_reward_is_killed_and_capacity_restored(self, tmp_path: Path) -> None:
+        """Case 30: a verifier that never returns is an error, its process is gone, and the pool serves again."""
+        wrapper = AsyncRewardWrapper(functions.forever_at, timeout_s=0.5, max_workers=1, max_retries=0)
+        with pytest.raises(RewardTimeoutError, match=r"forever_at ran longer than 0\.5 s; its process was killed"):
+            await wrapper(str(tmp_path))
+        (pid,) = marks(tmp_path)
+        await until(lambda: not alive(pid))
+
+        wrapper._fn = functions.half  # the same pool, whose only process was killed
+        async with asyncio.timeout(DEADLINE_S):
+            assert await asyncio.gather(*(wrapper() for _ in range(4))) == [0.5] * 4
+
+    async def test_endless_reward_does_not_hold_up_its_neighbours(self) -> None:
+        """With two processes, one endless call times out while all others are served."""
+        wrapper = AsyncRewardWrapper(functions.forever_if, timeout_s=2.0, max_workers=2, max_retries=0)
+        async with asyncio.timeout(DEADLINE_S):
+            hang, *others = await asyncio.gather(
+                wrapper(hang=True), *(wrapper(hang=False) for _ in range(6)), return_exceptions=True
+            )
+        assert isinstance(hang, RewardTimeoutError)
+        assert others == [1.0] * 6
+
+    async def test_time_in_the_queue_does_not_count(self) -> None:
+        """The time-out is counted from a call's start: eight calls of 0.2 s each pass one process with 1.5 s."""
+        wrapper = AsyncRewardWrapper(functions.burn, timeout_s=1.5, max_workers=1, max_retries=0)
+        began = time.monotonic()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await asyncio.gather(*(wrapper(0.2) for _ in range(8))) == [1.0] * 8
+        assert time.monotonic() - began > 1.5
+
+    async def test_tries_after_a_timeout_are_bounded(self, tmp_path: Path) -> None:
+        """max_retries=2 means three tries, each in a process of its own."""
+        wrapper = AsyncRewardWrapper(functions.forever_at, timeout_s=0.3, max_workers=1, max_retries=2)
+        with pytest.raises(RewardTimeoutError):
+            await wrapper(str(tmp_path))
+        assert len(marks(tmp_path)) == 3
+
+    async def test_a_crash_is_a_data_failure_that_names_the_exit_code(self) -> None:
+        """A function that takes its process down in every try is a SlotDataError with the exit code."""
+        wrapper = AsyncRewardWrapper(functions.die, timeout_s=START_S, max_workers=1)
+        with pytest.raises(SlotDataError, match="die: its process died with exit code 3"):
+            await wrapper()
+
+    async def test_a_crash_is_tried_again(self, tmp_path: Path) -> None:
+        """A process that dies once costs nothing but the second try."""
+        wrapper = AsyncRewardWrapper(functions.die_once, timeout_s=START_S, max_workers=1)
+        assert await wrapper(str(tmp_path)) == 1.0
+
+    async def test_an_exception_passes_through(self) -> None:
+        """What the function raises reaches the workflow as it is."""
+        wrapper = AsyncRewardWrapper(functions.explode, timeout_s=START_S, max_workers=1)
+        with pytest.raises(ZeroDivisionError, match="by the reward"):
+            await wrapper()
+
+    async def test_cancelling_kills_the_process(self, tmp_path: Path) -> None:
+        """A call that nobody waits for any more does not go on burning a core."""
+        wrapper = AsyncRewardWrapper(functions.forever_at, timeout_s=300, max_workers=1)
+        call = asyncio.create_task(wrapper(str(tmp_path)))
+        await until(lambda: marks(tmp_path))
+        call.cancel()
+        with suppress(asyncio.CancelledError):
+            await call
+        (pid,) = marks(tmp_path)
+        await until(lambda: not alive(pid))
+
+    async def test_an_argument_may_be_called_self(self) -> None:
+        """A prompt's data may have any key, also the names of the wrapper's own parameters."""
+        wrapper = AsyncRewardWrapper(functions.named, timeout_s=START_S, max_workers=1)
+        assert await wrapper(self=1, args=2, kwargs=3) == 6.0
+
+
+async def test_case_31_a_cpu_bound_reward_does_not_block_the_loop() -> None:
+    """Case 31: the loop's lag stays under 100 ms while a reward burns CPU, the start of its process included."""
+    wrapper = AsyncRewardWrapper(functions.burn, timeout_s=30, max_workers=1)
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        last = time.perf_counter()
+        while True:
+            await asyncio.sleep(0.005)
+            now = time.perf_counter()
+            gaps.append(now - last - 0.005)
+            last = now
+
+    ticker = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    assert await wrapper(1.5) == 1.0
+    ticker.cancel()
+    gaps.sort()
+    assert len(gaps) > 20
+    assert gaps[int(len(gaps) * 0.98)] < 0.1
+    assert gaps[-1] < 0.5  # a busy machine's own share; on the loop, the reward alone would take 1.5 s
+
+
+async def test_the_pool_is_started_off_the_loop() -> None:
+    """Starting the processes, which takes as long as the program's imports, is not done on the event loop."""
+    wrapper = AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)
+    start, threads = wrapper._start, []
+
+    def watched() -> object:
+        threads.append(threading.get_ident())
+        return start()
+
+    wrapper._start = watched  # type: ignore[assignment, method-assign]
+    assert await asyncio.gather(*(wrapper() for _ in range(4))) == [0.5] * 4
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+class TestCoroutines:
+    """contract 8: coroutine functions are awaited directly."""
+
+    async def test_a_coroutine_function_is_awaited_here(self) -> None:
+        """A coroutine function needs no process."""
+        wrapper = AsyncRewardWrapper(functions.gentle)
+        assert await wrapper(0.125) == 0.125
+        assert wrapper._pool is None
+
+    async def test_an_object_with_an_async_call_is_awaited_here(self) -> None:
+        """An object with a coroutine ``__call__`` is one too, though no process could be given it."""
+        assert await AsyncRewardWrapper(functions.Callable())() == 0.75
+
+    async def test_a_coroutine_function_has_the_time_out_too(self) -> None:
+        """A coroutine that never ends is a RewardTimeoutError that does not speak of a process."""
+        wrapper = AsyncRewardWrapper(functions.gentle_forever, timeout_s=0.01, max_retries=0)
+        with pytest.raises(RewardTimeoutError) as caught:
+            await wrapper()
+        assert "process" not in str(caught.value)
+
+
+class TestNeverASilentZero:
+    """contract 8: a time-out never silently becomes reward 0; ``on_timeout`` restores that."""
+
+    @pytest.mark.parametrize("value", [0.0, -1.0])
+    async def test_on_timeout_is_given_where_it_was_asked_for(self, value: float) -> None:
+        """With on_timeout, a time-out of every try gives that value, also zero."""
+        wrapper = AsyncRewardWrapper(functions.gentle_forever, timeout_s=0.01, on_timeout=value)
+        assert await wrapper() == value
+
+    async def test_on_timeout_does_not_hide_a_crash(self) -> None:
+        """A crash is no time-out: on_timeout does not apply."""
+        wrapper = AsyncRewardWrapper(functions.die, timeout_s=START_S, max_workers=1, max_retries=0, on_timeout=0.0)
+        with pytest.raises(SlotDataError):
+            await wrapper()
+
+    @pytest.mark.parametrize("function", [functions.nothing, functions.words, functions.huge])
+    async def test_what_is_no_number_is_an_error(self, function: object) -> None:
+        """None, text and integers beyond floats are SlotDataErrors that name the function."""
+        wrapper = AsyncRewardWrapper(function, timeout_s=START_S, max_workers=1)  # type: ignore[arg-type]
+        with pytest.raises(SlotDataError, match="expected a number"):
+            await wrapper()
+
+    async def test_nan_stays_nan(self) -> None:
+        """NaN is handed on for the slot to fail by; it does not become a number here."""
+        wrapper = AsyncRewardWrapper(functions.not_a_number, timeout_s=START_S, max_workers=1)
+        assert math.isnan(await wrapper())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"reward_fn": "module:function"}, "not callable"),
+        ({"reward_fn": functions.half, "timeout_s": 0}, "timeout_s=0"),
+        ({"reward_fn": functions.half, "max_workers": 0}, "max_workers=0"),
+        ({"reward_fn": functions.half, "max_retries": -1}, "max_retries=-1"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments: dict[str, object], said: str) -> None:
+    """Arguments that cannot work are a SettingsError when the wrapper is made."""
+    with pytest.raises(SettingsError, match=said):
+        AsyncRewardWrapper(**arguments)  # type: ignore[arg-type]
