@@ -181,7 +181,7 @@ def _stop_supervisor(home: Path, state: StackState) -> None:
 
 
 def status() -> None:
-    """Show the processes of this home."""
+    """Show the processes of this home, and where the groups of the run are."""
     home = _home()
     from forebay_ops.state import read_live_state
 
@@ -190,16 +190,12 @@ def status() -> None:
         typer.echo(f"nothing is up in {home}: start it with `make up` or `forebay up`")
     else:
         _print_processes(home, state)
-    url = os.environ.get("REDIS_URL") or (state.redis_url if state is not None else "")
-    if url:
-        run_status(url, _settings().run)
+    if os.environ.get("REDIS_URL") or state is not None:
+        from forebay.cli_client import print_run
+
+        print_run()
     if state is None:
         raise typer.Exit(3)
-
-
-def run_status(url: str, run: str) -> None:
-    """Show the counters of a run. `url` may hold a password, so it is not printed."""
-    del url, run
 
 
 def _print_processes(home: Path, state: StackState) -> None:

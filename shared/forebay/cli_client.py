@@ -13,12 +13,14 @@ from rich.table import Table
 
 from forebay.batches import explain
 from forebay.blocking import Batch, Client
-from forebay.errors import QueueFullError, SubmitError
+from forebay.errors import QueueFullError, RunNotReadyError, SubmitError
+from forebay.settings import Settings, load
 from forebay.store.store import RunStatus
 
-__all__ = ["register", "run_table"]
+__all__ = ["print_run", "register", "run_table"]
 
 _MAX_LINE_BYTES = 16 * 2**20
+_STATUS_TIMEOUT_S = 3.0
 
 
 def register(app: typer.Typer) -> None:
@@ -236,6 +238,12 @@ def run_table(status: RunStatus, client: Client) -> Table:
 
 
 def print_run(console: Console | None = None) -> None:
-    """Print the status of the run that the environment names."""
-    with Client.connect(wait_s=0) as client:
-        (console or Console()).print(run_table(client.status(), client))
+    """Print the status of the run that the environment names; a line where nobody serves it."""
+    out = console or Console()
+    try:
+        client = Client.connect(load(Settings, redis_timeout_s=_STATUS_TIMEOUT_S), wait_s=0)
+    except RunNotReadyError as error:
+        out.print(str(error), markup=False)
+        return
+    with client:
+        out.print(run_table(client.status(), client))
