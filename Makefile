@@ -21,6 +21,9 @@ export FOREBAY_EXPERIMENT_NAME := $(word 1,$(subst /, ,$(RUN)))
 export FOREBAY_TRIAL_NAME := $(or $(word 2,$(subst /, ,$(RUN))),trial0)
 endif
 
+# The examples may be imported by workers; name your own packages instead, separated by commas.
+export FOREBAY_IMPORT_ALLOWLIST ?= examples
+
 SAY := @printf '==> %s\n'
 CREATED := $(VENV)/.created
 DEMO := $(VENV)/.installed-demo

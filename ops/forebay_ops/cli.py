@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
     app.command("redis")(redis_server)
 
 
-def up(  # noqa: PLR0917 - typer passes them by name
+def up(
     workers: Annotated[int, typer.Option(min=0, help="Worker processes.")] = 2,
     model: Annotated[
         Path | None, typer.Option(help="Model folder [default: a tiny demo model, made at the first start].")

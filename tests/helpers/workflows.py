@@ -127,7 +127,7 @@ class Counting(RolloutWorkflow):
         return result(rewards=np.array([visits + data["array"].sum()], dtype=np.float32))
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     """Its text cannot be made."""
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class Awkward(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """As the data say."""
         if data["how"] == "unprintable":
-            raise Unprintable
+            raise UnprintableError
         if data["how"] == "long":
             raise ValueError("x" * 100_000)
         if data["how"] == "deep":

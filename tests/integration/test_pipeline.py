@@ -148,7 +148,7 @@ async def test_hung_slot_is_closed_by_the_deadline(redis_url: str, run_name: str
         await submit(client, 1, actions={"1": "hang"})
         quick = await submit(client, 2)
         first, second = await _two(client)
-        assert [group.task for group in first] == quick
+        assert sorted(group.task for group in first) == quick
         assert [[r.sample_idx for r in group.rollouts] for group in second] == [[0]]
 
 

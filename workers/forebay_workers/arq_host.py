@@ -14,14 +14,14 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgpack
 import structlog
 from arq.connections import ArqRedis
 from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
 from forebay.errors import ConnectionLostError
-from forebay.store.connection import ANSWER_TIMEOUT_S, connect
+from forebay.store.connection import ANSWER_TIMEOUT_S, connection_pool
+from forebay.wire.values import pack, unpack
 
 __all__ = ["SlotHost"]
 
@@ -89,9 +89,9 @@ class SlotHost:
 
         # arq's own client of the same server, made with our time-outs; its repr and its settings are never logged.
         self._redis = ArqRedis(
-            connect(url, socket_timeout_s=ANSWER_TIMEOUT_S).connection_pool,
-            job_serializer=msgpack.packb,
-            job_deserializer=msgpack.unpackb,
+            connection_pool(url, socket_timeout_s=ANSWER_TIMEOUT_S),
+            job_serializer=pack,
+            job_deserializer=unpack,
             default_queue_name=queue,
         )
         self._worker = _BulkWorker(
@@ -104,8 +104,8 @@ class SlotHost:
             keep_result=0,
             max_tries=_NEVER_TRIES,
             poll_delay=poll_delay_s,
-            job_serializer=msgpack.packb,
-            job_deserializer=msgpack.unpackb,
+            job_serializer=pack,
+            job_deserializer=unpack,
             log_results=False,
             claim=claim,
         )
@@ -133,5 +133,4 @@ class SlotHost:
 
     async def close(self) -> None:
         """Close arq's connections."""
-        await self._redis.aclose()
-        await self._redis.connection_pool.disconnect()
+        await self._redis.aclose(close_connection_pool=True)

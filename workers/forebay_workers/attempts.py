@@ -91,8 +91,9 @@ async def run_attempt(
         workflow = await workflows.get(spec)
         data = decode_plain(spec.data)  # decoded anew for each attempt, so none sees another's changes
         with workflow_context.scope(context):
+            clock = asyncio.timeout(timeout_s)
             try:
-                async with asyncio.timeout(timeout_s) as clock:
+                async with clock:
                     result = await workflow.arun_episode(engine, data)
             except TimeoutError:
                 if clock.expired():

@@ -10,10 +10,11 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from aiohttp import web
 
-from forebay_ops.tiny_server.engine import Engine
+from forebay_ops.tiny_server.engine import Engine, PauseMode
 from forebay_ops.tiny_server.request import BusyError, Finish, Request, ServerFailedError
 from forebay_ops.tiny_server.sampling import DEFAULT_MAX_NEW_TOKENS, SamplingParams
 
@@ -121,9 +122,10 @@ class _Handlers:
 
     async def pause_generation(self, http: web.Request) -> web.Response:
         body = await _body(http)
-        mode = body.get("mode") or "abort"
-        if mode not in {"abort", "retract", "in_place"}:
-            raise BadRequestError(f"mode must be abort, retract or in_place, got {mode!r}")
+        asked = body.get("mode") or "abort"
+        mode = next((known for known in get_args(PauseMode) if known == asked), None)
+        if mode is None:
+            raise BadRequestError(f"mode must be abort, retract or in_place, got {asked!r}")
         await self._engine.pause(mode)
         return web.json_response({"status": "ok", "message": f"generation is paused ({mode})"})
 

@@ -24,7 +24,7 @@ from redis.exceptions import (
 
 from forebay.errors import ConnectionLostError, SettingsError
 
-__all__ = ["ANSWER_TIMEOUT_S", "address", "connect", "riding_through"]
+__all__ = ["ANSWER_TIMEOUT_S", "address", "connect", "connection_pool", "riding_through"]
 
 T = TypeVar("T")
 
@@ -43,8 +43,15 @@ def address(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
 
 
-def connect(url: str, *, max_connections: int = 64, socket_timeout_s: float | None = None) -> redis_asyncio.Redis:
-    """A client of the server at `url`; nothing is sent yet.
+def connect(url: str, *, max_connections: int = 64) -> redis_asyncio.Redis:
+    """A client of the server at `url`; nothing is sent yet. Raises SettingsError."""
+    return redis_asyncio.Redis(connection_pool=connection_pool(url, max_connections=max_connections))
+
+
+def connection_pool(
+    url: str, *, max_connections: int = 64, socket_timeout_s: float | None = None
+) -> redis_asyncio.BlockingConnectionPool:
+    """Connections to the server at `url`, made when they are needed.
 
     Without `socket_timeout_s` the caller bounds its calls, as :func:`riding_through` does: redis-py would make a task
     for every command, through ``asyncio.wait_for``, which on Python 3.11 also swallows cancellations.
@@ -53,7 +60,7 @@ def connect(url: str, *, max_connections: int = 64, socket_timeout_s: float | No
         SettingsError: `url` is no Redis URL.
     """
     try:
-        pool = redis_asyncio.BlockingConnectionPool.from_url(
+        return redis_asyncio.BlockingConnectionPool.from_url(
             url,
             max_connections=max_connections,
             timeout=ANSWER_TIMEOUT_S,
@@ -63,7 +70,6 @@ def connect(url: str, *, max_connections: int = 64, socket_timeout_s: float | No
         )
     except ValueError as error:
         raise SettingsError(f"REDIS_URL is no Redis URL ({error}); use redis://host:port/db") from None
-    return redis_asyncio.Redis(connection_pool=pool)
 
 
 async def riding_through(call: Callable[[], Awaitable[T]], url: str, timeout_s: float) -> T:

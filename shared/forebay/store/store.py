@@ -131,8 +131,7 @@ class Store:
     async def close(self) -> None:
         """Close the connections."""
         await self._pipeliner.close()
-        await self._redis.aclose()
-        await self._redis.connection_pool.disconnect()
+        await self._redis.aclose(close_connection_pool=True)
 
     # -- calling ------------------------------------------------------------------------------------------------------
 
@@ -356,7 +355,8 @@ class Store:
         """Wait until ``admission`` or ``cutter`` is woken, or `timeout_s` has passed."""
         key = {"admission": self.keys.wake_admission, "cutter": self.keys.wake_cutter}[name]
         wait_s = min(timeout_s, _BLOCK_MAX_S)
-        await self._ride(lambda: self._redis.execute_command("BLPOP", key, wait_s))
+        # redis-py wants whole seconds here, the server does not.
+        await self._ride(lambda: cast("Awaitable[Any]", self._redis.blpop([key], timeout=cast("int", wait_s))))
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import dataclasses
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -29,8 +29,7 @@ _MAX_VALUES_BYTES = 256 * 2**20
 
 def pack(value: Any) -> bytes:
     """`value`, made of plain types, as msgpack."""
-    packed: bytes = msgpack.packb(value, use_bin_type=True)
-    return packed
+    return cast("bytes", msgpack.packb(value, use_bin_type=True))
 
 
 def unpack(frame: bytes) -> Any:

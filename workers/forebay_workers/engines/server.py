@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forebay.backends.base import ServerError
 
@@ -95,7 +95,7 @@ class Server:
 
     async def stopped(self) -> None:
         """Wait until nothing of it runs any more."""
-        tasks: list[asyncio.Task[Segment] | asyncio.Task[None]] = [*self.calls]
+        tasks: list[asyncio.Task[Any]] = [*self.calls]
         if self.watcher is not None:
             tasks.append(self.watcher)
         await asyncio.gather(*tasks, return_exceptions=True)
