@@ -23,11 +23,9 @@ def collector(
 
     A second one stands by and takes over.
     """
-    from forebay import log
     from forebay.settings import RunSettings, Settings, load
     from forebay_collector.service import run_collector
 
-    log.configure()
     given = {"batch_size": batch_size, "max_staleness": max_staleness}
     rules = load(RunSettings, **{name: value for name, value in given.items() if value is not None})
     asyncio.run(run_collector(load(Settings), rules))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import typer
 from rich.console import Console
 
+from forebay import log
 from forebay.errors import ForebayError
 
 __all__ = ["build_app", "main"]
@@ -38,6 +40,11 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """Run the command. An error of ours is one line on stderr and exit code 2."""
+    log.configure()
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        # Workflows and rewards of the project in this folder, as with `python -m`; the allowlist still rules.
+        sys.path.insert(0, folder)
     try:
         build_app()()
     except ForebayError as error:

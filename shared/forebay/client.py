@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
@@ -92,8 +91,7 @@ class AsyncClient:
             raise SubmitError(
                 f"the group is {len(packed)} bytes, above the bound of {_MAX_SPEC_BYTES}; pass paths instead"
             )
-        # A key of our own where none is given, so that repeating the call after a lost answer enqueues nothing twice.
-        task_id, _ = await self._store.submit(packed, rules.pack(), size, idempotency_key or uuid.uuid4().hex)
+        task_id, _ = await self._store.submit(packed, rules.pack(), size, idempotency_key)
         return task_id
 
     def _spec(self, data: dict[str, Any], workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None) -> GroupSpec:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,44 @@ async def test_killed_worker_loses_nothing(redis_url: str, run_name: str) -> Non
 
 async def _never(_: dict[str, Any]) -> Any:
     await asyncio.Event().wait()
+
+
+async def test_redis_killed_and_restarted(run_name: str, tmp_path: Path) -> None:
+    """Case 39: Redis is SIGKILLed in mid-run and started again: the same processes go on, nothing lost or doubled."""
+    from forebay_ops.embedded_redis import RedisHandle, ensure_redis
+    from forebay_ops.ports import find_free_port
+
+    port = find_free_port()
+    killed: list[RedisHandle] = []
+    handle = await asyncio.to_thread(ensure_redis, tmp_path, port=port)
+    try:
+        async with services(handle.url, run_name, max_staleness=20, group_size=4) as (running, client):
+            gate = asyncio.Event()
+            default = running.server.default
+
+            async def wait_then_answer(_: dict[str, Any]) -> Any:
+                await gate.wait()
+                return web.json_response(default)
+
+            await submit(client, 4)
+            await settled(client, accepted=4)
+            running.server.default = wait_then_answer
+            await submit(client, 12)
+            await eventually(lambda: len(running.server.requests) == 64, "all slots in flight")
+            os.kill(handle.pid, signal.SIGKILL)
+            gate.set()
+            await asyncio.to_thread(handle.wait, 10)
+            killed.append(handle)
+            handle = await asyncio.to_thread(ensure_redis, tmp_path, port=port)
+            batches = await read(client, 8, timeout_s=30)
+            tasks = [group.task for batch in batches for group in batch.groups]
+            assert sorted(tasks) == list(range(1, 17))
+            assert sum(len(batch.rows) for batch in batches) == 64
+            status = await client.status()
+            assert (status.count("delivered"), status.in_flight) == (16, 0)
+    finally:
+        for ended in [*killed, handle]:
+            await asyncio.to_thread(ended.stop)
 
 
 class TestRefusedAtSubmit:

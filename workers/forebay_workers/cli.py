@@ -19,11 +19,9 @@ def worker(
     slots: Annotated[int | None, typer.Option(help="Episodes at once; default: FOREBAY_WORKER_MAX_SLOTS.")] = None,
 ) -> None:
     """Run episode slots of the run that the environment names, until SIGTERM. Start as many as you like."""
-    from forebay import log
     from forebay.settings import EngineSettings, Settings, load
     from forebay_workers.service import run_worker
     from forebay_workers.settings import WorkerSettings
 
-    log.configure()
     overrides = {} if slots is None else {"max_slots": slots}
     asyncio.run(run_worker(load(Settings), load(EngineSettings), load(WorkerSettings, **overrides)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -36,6 +37,7 @@ __all__ = ["BatchEntry", "Lease", "ResultEntry", "RunStatus", "Store", "Taken"]
 T = TypeVar("T")
 
 _IDEMPOTENCY_TTL_S = 7 * 86400
+_REPEAT_TTL_S = 600
 _BLOCK_MAX_S = 1.0
 
 
@@ -167,13 +169,20 @@ class Store:
 
     # -- the producer -------------------------------------------------------------------------------------------------
 
-    async def submit(self, spec: bytes, rules: bytes, group_size: int, idempotency_key: str) -> tuple[int, bool]:
+    async def submit(
+        self, spec: bytes, rules: bytes, group_size: int, idempotency_key: str | None = None
+    ) -> tuple[int, bool]:
         """Enqueue a group: its task id, and whether this call created it.
+
+        Without an `idempotency_key` one is made that lives just long enough for a repetition after a lost answer.
 
         Raises:
             QueueFullError: the queue is at its bound.
         """
-        first, second = await self._run("submit", idempotency_key, _IDEMPOTENCY_TTL_S, spec, group_size, rules)
+        key, ttl_s = idempotency_key, _IDEMPOTENCY_TTL_S
+        if key is None:
+            key, ttl_s = uuid.uuid4().hex, _REPEAT_TTL_S
+        first, second = await self._run("submit", key, ttl_s, spec, group_size, rules)
         if first == b"full":
             raise QueueFullError(
                 f"{int(second)} groups wait to start, the bound max_queued_groups; submit again when some have started"

@@ -4,6 +4,10 @@
 local now = now_ms()
 call('HSET', key('workers'), ARGV[1], ARGV[2])
 call('ZADD', key('workers:seen'), now, ARGV[1])
+for _, gone in ipairs(call('ZRANGEBYSCORE', key('workers:seen'), '-inf', now - 3600 * 1000, 'LIMIT', 0, 100)) do
+  call('HDEL', key('workers'), gone) -- one that died without signing off, an hour ago
+  call('ZREM', key('workers:seen'), gone)
+end
 local lost = {}
 for at = 4, #ARGV, 3 do
   local m = member(ARGV[at], ARGV[at + 1], ARGV[at + 2])
