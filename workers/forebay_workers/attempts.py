@@ -6,6 +6,7 @@ The only place where a failure of any kind, a user's exception included, becomes
 from __future__ import annotations
 
 import asyncio
+import gc
 import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,10 @@ class WorkflowCache:
                 # In a thread: loading a tokenizer takes seconds, and leases must be renewed meanwhile.
                 found = await asyncio.to_thread(build_workflow, spec.workflow, spec.kwargs, self._allowlist)
                 self._built[key] = found
+                # What it has loaded stays: a tokenizer and torch are a million objects that every full collection
+                # would walk again.
+                gc.collect()
+                gc.freeze()
                 if len(self._built) > self._entries:
                     self._built.popitem(last=False)
             self._built.move_to_end(key)
