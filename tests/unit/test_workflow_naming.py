@@ -181,9 +181,9 @@ class TestCallables:
 
     def test_refusals(self) -> None:
         """A lambda, what is not callable, what does not exist and what is not allowed are refused with the place."""
-        with pytest.raises(WorkflowError, match="should_accept_fn: .* is a lambda"):
+        with pytest.raises(WorkflowError, match=r"should_accept_fn: .* is a lambda"):
             name_callable(lambda _: True, ALLOWED, "should_accept_fn")
-        with pytest.raises(WorkflowError, match="should_accept_fn: helpers.workflows:NUMBER is not callable"):
+        with pytest.raises(WorkflowError, match=r"should_accept_fn: helpers\.workflows:NUMBER is not callable"):
             name_callable("helpers.workflows:NUMBER", ALLOWED, "should_accept_fn")
         with pytest.raises(WorkflowError, match="has no absent"):
             name_callable("helpers.workflows:absent", ALLOWED, "should_accept_fn")

@@ -1,0 +1,130 @@
+"""The public API as a user writes it. Type checkers read this file; nothing runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import numpy as np
+
+from forebay import (
+    AsyncBatch,
+    AsyncBatchStream,
+    AsyncClient,
+    AsyncRewardWrapper,
+    Batch,
+    BatchStream,
+    Client,
+    EngineSettings,
+    FailureKind,
+    ForebayError,
+    GenerationHyperparameters,
+    InferenceEngine,
+    ModelRequest,
+    ModelResponse,
+    RolloutGroup,
+    RolloutWorkflow,
+    RunSettings,
+    Settings,
+    StopReason,
+    WorkflowLike,
+    load,
+    workflow_context,
+)
+
+
+def reward(prompt: str, completion: str, prompt_ids: list[int], completion_ids: list[int], **data: Any) -> float:
+    """A reward function."""
+    return float(completion == data["answer"])
+
+
+class OneTurn(RolloutWorkflow):
+    """A workflow of one's own."""
+
+    def __init__(self, gconfig: GenerationHyperparameters, scale: float = 1.0) -> None:
+        self.gconfig = gconfig.new(temperature=0.5)
+        self.scale = scale
+        self.reward = AsyncRewardWrapper(reward, timeout_s=5, on_timeout=None)
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """One generation."""
+        context = workflow_context.get()
+        assert_type(context.sample_idx, int)
+        assert_type(workflow_context.stat_scope(), str)
+        response = await engine.agenerate(ModelRequest(rid=f"{context.task_id}", input_ids=[1], gconfig=self.gconfig))
+        assert_type(response, ModelResponse)
+        assert_type(response.output_versions, list[int])
+        assert_type(engine.get_version(), int)
+        if response.stop_reason is StopReason.ABORT:
+            return None
+        value = await self.reward("", "", response.input_tokens, response.output_tokens, **data)
+        assert_type(value, float)
+        ids = np.array([response.input_tokens + response.output_tokens], dtype=np.int32)
+        return {"input_ids": ids, "attention_mask": np.ones_like(ids, dtype=np.bool_), "rewards": np.array([value])}
+
+
+def accept(group: dict[str, Any]) -> bool:
+    """A filter."""
+    found: RolloutGroup = group["rollout_group"]
+    assert_type(found.row_counts, tuple[int, ...])
+    assert_type(found.rewards, tuple[float | None, ...])
+    return found.usable_size > 1
+
+
+def settings() -> None:
+    """Settings keep their types through ``load``."""
+    run = load(RunSettings, batch_size=4)
+    assert_type(run, RunSettings)
+    assert_type(run.capacity, int)
+    assert_type(run.attempts(FailureKind.INFRA), int)
+    assert_type(load(Settings).run, str)
+    assert_type(load(EngineSettings).request_timeout_s, float)
+
+
+WAYS: list[WorkflowLike] = [OneTurn(GenerationHyperparameters()), OneTurn, "package.module:OneTurn"]
+
+
+async def asynchronous() -> None:
+    """A producer and a trainer on an event loop."""
+    async with await AsyncClient.connect(load(Settings), wait_s=5, engine=load(EngineSettings)) as client:
+        assert_type(client, AsyncClient)
+        for way in WAYS:
+            task_id = await client.submit(
+                {"messages": []},
+                way,
+                {"gconfig": GenerationHyperparameters()},
+                group_size=4,
+                reward_normalization=True,
+                drop_incomplete_group=False,
+                min_usable_group_size=2,
+                should_accept_fn=accept,
+                idempotency_key="one",
+            )
+            assert_type(task_id, int)
+        await client.end_of_data()
+        async with client.batches("trainer", timeout_s=60) as stream:
+            assert_type(stream, AsyncBatchStream)
+            async for batch in stream:
+                assert_type(batch, AsyncBatch)
+                assert_type(batch.rollout_groups, list[RolloutGroup])
+                assert_type(batch.tensors(pad_token_id=0), dict[str, Any])
+                assert_type(batch.tokens, int)
+                assert_type(await batch.ack(), bool)
+        await client.set_version(await client.version() + 1)
+        result = await client.update_weights_from_disk(Path("weights"), 2, on_progress=print)
+        assert_type(result.out, list[str])
+
+
+def plain() -> None:
+    """The same without an event loop."""
+    try:
+        with Client.connect(load(Settings)) as client:
+            assert_type(client.submit({"messages": []}, OneTurn, {"gconfig": GenerationHyperparameters()}), int)
+            with client.batches() as stream:
+                assert_type(stream, BatchStream)
+                for batch in stream:
+                    assert_type(batch, Batch)
+                    assert_type(batch.ack(), bool)
+            client.set_version(client.version() + 1)
+    except ForebayError as error:
+        print(error)

@@ -1,0 +1,239 @@
+"""Settings: names, bounds, contradictions, and passwords that are never shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from forebay import EngineSettings, FailureKind, RunSettings, Settings, load
+from forebay.errors import SettingsError
+
+SECRET = "hunter2"
+URL = f"redis://user:{SECRET}@example.invalid:6379/3"
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No setting comes from the environment in which the tests run."""
+    for name in os.environ:
+        if name.startswith("FOREBAY_") or name == "REDIS_URL":
+            monkeypatch.delenv(name)
+
+
+class TestPasswords:
+    """A Redis URL is never printed with its password."""
+
+    @pytest.mark.parametrize("way", ["environment", "argument"])
+    def test_not_in_any_text_of_the_settings(self, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No text form of the settings, JSON included, shows the password; the client gets it."""
+        if way == "environment":
+            monkeypatch.setenv("REDIS_URL", URL)
+        settings = load(Settings) if way == "environment" else load(Settings, redis_url=URL)
+        texts = (repr(settings), str(settings), f"{settings}", settings.model_dump_json(), str(settings.model_dump()))
+        assert all(SECRET not in text for text in texts)
+        assert settings.resolved_redis_url() == URL
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"redis_url": [URL]},
+            {"redis_url": {"url": URL}},
+            {"redis_url": URL.encode() + b"\xff"},
+            {"redis_url": URL, "trial_name": "/"},
+            {"redis_urll": URL},
+            {"password": SECRET},
+        ],
+    )
+    def test_not_in_errors(self, values: dict[str, Any]) -> None:
+        """A wrong type, another wrong setting and a misspelt name do not show it either."""
+        with pytest.raises(SettingsError) as caught:
+            load(Settings, **values)
+        error = caught.value
+        assert SECRET not in f"{error} {error!r} {error.__cause__}"
+        assert error.__suppress_context__
+
+
+class TestEnvironment:
+    """Names in the environment."""
+
+    def test_names_and_forms(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Settings are read from FOREBAY_..., the engine's from FOREBAY_ENGINE_...; lists are comma-separated."""
+        for name, value in {
+            "FOREBAY_EXPERIMENT_NAME": "exp",
+            "FOREBAY_TRIAL_NAME": "t.1",
+            "FOREBAY_SERVERS": "http://a:1, http://b:2,",
+            "FOREBAY_BATCH_SIZE": "3",
+            "FOREBAY_DROP_INCOMPLETE_GROUP": "true",
+            "FOREBAY_IMPORT_ALLOWLIST": "mine,yours.sub",
+            "FOREBAY_EPISODE_TIMEOUT_S": "2.5",
+            "FOREBAY_ENGINE_REQUEST_TIMEOUT_S": "7",
+        }.items():
+            monkeypatch.setenv(name, value)
+        settings, run = load(Settings), load(RunSettings)
+        assert (settings.run, settings.servers) == ("exp/t.1", ["http://a:1", "http://b:2"])
+        assert (run.batch_size, run.drop_incomplete_group, run.episode_timeout_s) == (3, True, 2.5)
+        assert run.import_allowlist == ["forebay", "forebay_workers", "mine", "yours.sub"]
+        assert load(EngineSettings).request_timeout_s == 7
+
+    def test_arguments_win(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """An argument is stronger than the environment."""
+        monkeypatch.setenv("FOREBAY_BATCH_SIZE", "3")
+        assert load(RunSettings, batch_size=4).batch_size == 4
+
+    def test_an_error_names_the_variable_its_value_and_the_rule(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One line for all bad settings, each with its variable, its value and what is allowed."""
+        monkeypatch.setenv("FOREBAY_BATCH_SIZE", "0")
+        monkeypatch.setenv("FOREBAY_LEASE_S", "soon")
+        with pytest.raises(SettingsError) as caught:
+            load(RunSettings)
+        text = str(caught.value)
+        assert "FOREBAY_BATCH_SIZE='0': Input should be greater than or equal to 1" in text
+        assert "FOREBAY_LEASE_S='soon': Input should be a valid number" in text
+        assert "\n" not in text
+
+    def test_an_error_of_the_engine_names_its_prefix(self) -> None:
+        """The prefix is that of the settings' kind."""
+        with pytest.raises(SettingsError, match="FOREBAY_ENGINE_PAUSE_MODE='never'"):
+            load(EngineSettings, pause_mode="never")
+
+    def test_unknown_arguments_are_refused(self) -> None:
+        """A misspelt setting is an error, not ignored."""
+        with pytest.raises(SettingsError, match="FOREBAY_BATCHSIZE: Extra inputs are not permitted"):
+            load(RunSettings, batchsize=3)
+
+    def test_settings_cannot_be_changed(self) -> None:
+        """Settings are frozen: all processes follow the published ones."""
+        with pytest.raises(ValidationError):
+            RunSettings().batch_size = 3  # type: ignore[misc]
+
+
+class TestRunName:
+    """contract 1: the run is the namespace of keys and folders."""
+
+    @pytest.mark.parametrize("name", ["a", "A-1_b.c", "0", "x" * 100])
+    def test_good_names(self, name: str) -> None:
+        """Letters, digits, '.', '_' and '-'."""
+        assert load(Settings, experiment_name=name, trial_name=name).run == f"{name}/{name}"
+
+    @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "-a", "a b", "a\n", "a:b", "a{b}", "x" * 101, "ä"])
+    def test_names_that_could_leave_the_namespace(self, name: str) -> None:
+        """Nothing that means something in a path or a key."""
+        for field in ("experiment_name", "trial_name"):
+            with pytest.raises(SettingsError, match=f"FOREBAY_{field.upper()}="):
+                load(Settings, **{field: name})
+
+
+class TestRedisUrl:
+    """Where Redis is."""
+
+    def test_of_the_local_stack(self, tmp_path: Path) -> None:
+        """Without a URL it is that of the stack in `home`."""
+        (tmp_path / "state.json").write_text(json.dumps({"redis_url": "redis://127.0.0.1:7777/0"}), encoding="utf-8")
+        assert load(Settings, home=tmp_path).resolved_redis_url() == "redis://127.0.0.1:7777/0"
+        assert load(Settings, home=tmp_path, redis_url=URL).resolved_redis_url() == URL
+
+    @pytest.mark.parametrize("state", [None, "", "{", "[]", "{}", '{"redis_url": null}', "\udcff"])
+    def test_of_no_stack(self, tmp_path: Path, state: str | None) -> None:
+        """Without a stack, or with an unreadable state of one, it is the usual local port."""
+        if state is not None:
+            (tmp_path / "state.json").write_bytes(state.encode(errors="surrogateescape"))
+        assert load(Settings, home=tmp_path).resolved_redis_url() == "redis://127.0.0.1:6379/0"
+
+
+class TestContradictions:
+    """Settings that contradict each other are refused at start, with the arithmetic and the remedy."""
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            (
+                {"group_deadline_s": 10, "episode_timeout_s": 20.5},
+                r"group_deadline_s=10 is below episode_timeout_s=20\.5: .*raise the deadline or lower the time-out",
+            ),
+            ({"group_size": 4, "min_usable_group_size": 5}, "min_usable_group_size=5 is above group_size=4"),
+            ({"dump_to_file": True}, "dump_to_file needs tokenizer_path"),
+            (
+                {"group_size": 4, "min_usable_group_size": 1, "reward_normalization": True},
+                "min_usable_group_size=1: rewards are normalized by group statistics, which need at least 2",
+            ),
+        ],
+    )
+    def test_refused(self, values: dict[str, Any], said: str) -> None:
+        """The error shows both values."""
+        with pytest.raises(SettingsError, match=said):
+            load(RunSettings, **values)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"group_deadline_s": 20, "episode_timeout_s": 20},
+            {"group_size": 4, "min_usable_group_size": 4},
+            {"dump_to_file": True, "tokenizer_path": "folder"},
+            {"group_size": 4, "min_usable_group_size": 2, "reward_normalization": True},
+            {"group_size": 1, "min_usable_group_size": 1, "reward_normalization": True},
+            {"group_size": 4, "min_usable_group_size": 1},
+        ],
+    )
+    def test_borders_are_allowed(self, values: dict[str, Any]) -> None:
+        """Values that just fit are taken (contract 4.6: groups of one stay at one)."""
+        load(RunSettings, **values)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("batch_size", 0),
+            ("batches_per_version", 0),
+            ("max_staleness", -1),
+            ("max_concurrent", 0),
+            ("group_size", 0),
+            ("min_usable_group_size", 0),
+            ("attempts_infra", 0),
+            ("lease_s", 0.5),
+            ("episode_timeout_s", 0),
+            ("max_rows_bytes", 2**40),  # a reader takes no frame of this size
+            ("batch_size", 1.5),
+            ("group_deadline_s", float("nan")),
+        ],
+    )
+    def test_bounds(self, name: str, value: float) -> None:
+        """What cannot work is out of bounds."""
+        with pytest.raises(SettingsError, match=f"FOREBAY_{name.upper()}="):
+            load(RunSettings, **{name: value})
+
+
+def test_capacity_is_the_contracts() -> None:
+    """Contract 6: (s + 1) * k * B groups; s = 0 progresses."""
+    assert load(RunSettings, batch_size=8, batches_per_version=2, max_staleness=3).capacity == 64
+    assert load(RunSettings, batch_size=8, max_staleness=0).capacity == 8
+
+
+def test_attempts_by_kind() -> None:
+    """Contract 4.2: default attempts infra 5, timeout 2, data 1, contract 1."""
+    run = load(RunSettings)
+    assert {kind.value: run.attempts(kind) for kind in FailureKind} == {
+        "infra": 5,
+        "timeout": 2,
+        "data": 1,
+        "contract": 1,
+    }
+
+
+def test_published_settings_are_read_whatever_the_readers_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector's settings win over a worker's environment: JSON there and back is equal."""
+    published = load(RunSettings, batch_size=5, import_allowlist=["mine"], min_usable_group_size=2).model_dump_json()
+    monkeypatch.setenv("FOREBAY_BATCH_SIZE", "9")
+    monkeypatch.setenv("FOREBAY_MAX_STALENESS", "7")
+    read = RunSettings.model_validate_json(published)
+    assert (read.batch_size, read.max_staleness, read.min_usable_group_size) == (5, 1, 2)
+    assert read.import_allowlist == ["forebay", "forebay_workers", "mine"]
+
+
+def test_settings_survive_another_process() -> None:
+    """Settings can be pickled to a process of one's own, password included."""
+    assert pickle.loads(pickle.dumps(load(Settings, redis_url=URL))).resolved_redis_url() == URL
