@@ -29,7 +29,7 @@ from forebay.generation import InferenceEngine
 from forebay.outcomes import FailureKind, SlotOutcome
 from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import GroupSpec, RowSummary
-from forebay.wire.rows import Row, rows_from_tensors
+from forebay.wire.rows import rows_from_tensors
 from forebay.wire.values import decode_plain, pack
 from forebay.workflow import RolloutWorkflow, build_workflow
 
@@ -131,14 +131,10 @@ async def _usable(result: Any, max_rows_bytes: int, max_inline_tokens: int) -> E
     return Ended(
         SlotOutcome.USABLE,
         keys=tuple(sorted(str(name) for name in result)),
-        rows=tuple(_summary(row) for row in rows),
+        rows=tuple(RowSummary.of(row) for row in rows),
         reference=reference,
         frame=frame,
     )
-
-
-def _summary(row: Row) -> RowSummary:
-    return RowSummary.of(row)
 
 
 _KINDS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], FailureKind], ...] = (
