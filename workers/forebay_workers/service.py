@@ -78,7 +78,7 @@ class Worker:
 
     async def _claim(self, most: int) -> list[str]:
         # Without a server nothing is claimed: no attempt is burned on a fleet that is still loading its model.
-        if not any(server.healthy for server in self._fleet.stats().values()):
+        if not self._fleet.ready:
             return []
         return await self._runner.claim(most)
 

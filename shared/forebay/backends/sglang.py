@@ -23,6 +23,7 @@ __all__ = ["BACKEND", "SglangBackend"]
 
 log = structlog.get_logger(__name__)
 
+_PARSE_HERE_CHARS = 64 * 1024
 _ALL_TOKENS = 100_000_000
 """``top_k`` from here on means the whole vocabulary, which SGLang writes as -1."""
 _TRY_AGAIN = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
@@ -58,7 +59,10 @@ class SglangBackend(Backend):
         status, text = await self._call("POST", "/generate", body, self._settings.request_timeout_s)
         if status != HTTPStatus.OK:
             raise _refusal(f"{self.url}/generate", status, text)
-        return self._parser.parse(text, budget, self._vocab_size, f"{self.url} (rid {rid})")
+        where = f"{self.url} (rid {rid})"
+        if len(text) > _PARSE_HERE_CHARS:  # milliseconds of work, for which no other episode should wait
+            return await asyncio.to_thread(self._parser.parse, text, budget, self._vocab_size, where)
+        return self._parser.parse(text, budget, self._vocab_size, where)
 
     async def pause(self, mode: str) -> None:
         """See :meth:`Backend.pause`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from forebay.errors import FrameError
@@ -14,12 +14,20 @@ from forebay.wire.values import pack, unpack
 __all__ = ["BatchIndex", "GroupRules", "GroupSpec", "GroupSummary", "RolloutSummary", "RowSummary", "SlotHeader"]
 
 
+def _plain(value: Any) -> Any:
+    """Dataclasses as maps, all the way down; ``dataclasses.asdict`` would copy every value besides."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    names = getattr(type(value), "__dataclass_fields__", None)
+    return value if names is None else {name: _plain(getattr(value, name)) for name in names}
+
+
 class _Envelope:
     """Packs a dataclass as a msgpack map by field name; unknown fields are ignored, so that releases may differ."""
 
     def pack(self) -> bytes:
         """The message as bytes."""
-        return pack(asdict(self))  # type: ignore[call-overload]
+        return pack(_plain(self))
 
     @classmethod
     def unpack(cls, frame: bytes) -> Self:

@@ -136,6 +136,11 @@ class Fleet(InferenceEngine):
             for url, server in self._servers.items()
         }
 
+    @property
+    def ready(self) -> bool:
+        """Whether a server is healthy."""
+        return self._available.is_set()
+
     async def wait_ready(self, timeout_s: float) -> None:
         """Return as soon as one server is healthy; to be called after :meth:`start`.
 
