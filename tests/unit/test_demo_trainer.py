@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from examples.grpo.train import GrpoSettings, Policy, grpo_loss, token_logprobs 
 from examples.ledger import Ledger  # noqa: E402
 from forebay_ops.tiny_model import create_tiny_model  # noqa: E402
 
-SETTINGS = GrpoSettings()
+SETTINGS = GrpoSettings(entropy_bonus=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def _batch(policy: Policy, rewards: list[float]) -> dict[str, Any]:
     mask = attention.clone()
     mask[:, : len(prompt)] = False
     with torch.no_grad():
-        served = token_logprobs(policy.model, ids.long(), attention) * mask
+        served = token_logprobs(policy.model, ids.long(), attention)[0] * mask
     return {
         "input_ids": ids,
         "attention_mask": attention,
@@ -45,7 +46,7 @@ def _batch(policy: Policy, rewards: list[float]) -> dict[str, Any]:
 
 def _completion_logprobs(policy: Policy, batch: dict[str, Any]) -> Any:
     with torch.no_grad():
-        logprobs = token_logprobs(policy.model, batch["input_ids"].long(), batch["attention_mask"])
+        logprobs, _ = token_logprobs(policy.model, batch["input_ids"].long(), batch["attention_mask"])
     return (logprobs * batch["loss_mask"]).sum(1)
 
 
@@ -64,8 +65,8 @@ def test_equal_rewards_leave_the_loss_without_gradient(model_folder: Path) -> No
     """Advantages of zero, which is what equal rewards are normalized to, teach nothing."""
     policy = Policy(model_folder, SETTINGS)
     batch = _batch(policy, [0.0, 0.0])
-    logprobs = token_logprobs(policy.model, batch["input_ids"].long(), batch["attention_mask"])
-    grpo_loss(logprobs, batch, SETTINGS).loss.backward()
+    logprobs, entropy = token_logprobs(policy.model, batch["input_ids"].long(), batch["attention_mask"])
+    grpo_loss(logprobs, entropy, batch, SETTINGS).loss.backward()
     assert all(not parameter.grad.any() for parameter in policy.model.parameters() if parameter.grad is not None)
 
 
@@ -77,7 +78,7 @@ def test_padding_and_prompt_are_never_trained_on(broken: float) -> None:
     batch = {"loss_mask": mask, "logprobs": served, "rewards": torch.tensor([1.5])}
     clean = torch.tensor([[0.0, 0.0, -1.1, -1.9, 0.0]], requires_grad=True)
     dirty = torch.where(mask.bool(), clean.detach(), broken).requires_grad_()
-    losses = [grpo_loss(logprobs, batch, SETTINGS).loss for logprobs in (clean, dirty)]
+    losses = [grpo_loss(logprobs, torch.zeros(1, 5), batch, SETTINGS).loss for logprobs in (clean, dirty)]
     for loss in losses:
         loss.backward()
     assert losses[0].item() == losses[1].item()
@@ -92,9 +93,10 @@ def test_padding_changes_no_logprob(model_folder: Path) -> None:
     ids, attention = batch["input_ids"].long(), batch["attention_mask"]
     real = int(attention.sum())
     with torch.no_grad():
-        padded = token_logprobs(policy.model, ids, attention)[:, :real]
+        padded = token_logprobs(policy.model, ids, attention)
         alone = token_logprobs(policy.model, ids[:, :real], attention[:, :real])
-    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=0)
+    for long, short in zip(padded, alone, strict=True):
+        torch.testing.assert_close(long[:, :real], short, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_clipping(ratio: float, advantage: float, trained: bool) -> None:
     served = torch.tensor([[-1.0]])
     logprobs = (served + torch.tensor(ratio).log()).requires_grad_()
     batch = {"loss_mask": torch.tensor([[1]]), "logprobs": served, "rewards": torch.tensor([advantage])}
-    result = grpo_loss(logprobs, batch, SETTINGS)
+    result = grpo_loss(logprobs, torch.zeros(1, 1), batch, SETTINGS)
     result.loss.backward()
     assert bool(logprobs.grad.any()) is trained
     assert result.clipped == (0.0 if trained else 1.0)
@@ -127,7 +129,25 @@ def test_loss_is_a_mean_over_tokens() -> None:
         "logprobs": torch.zeros(2, 3),
         "rewards": torch.tensor([1.0, -2.0]),
     }
-    assert grpo_loss(torch.zeros(2, 3), batch, SETTINGS).loss.item() == pytest.approx(-(3 * 1.0 - 2.0) / 4)
+    zeros = torch.zeros(2, 3)
+    assert grpo_loss(zeros, zeros, batch, SETTINGS).loss.item() == pytest.approx(-(3 * 1.0 - 2.0) / 4)
+
+
+def test_entropy_is_worth_its_bonus_on_trained_tokens_only() -> None:
+    """The mean entropy of the trained tokens, times the bonus, lowers the loss."""
+    batch = {"loss_mask": torch.tensor([[0, 1, 1]]), "logprobs": torch.zeros(1, 3), "rewards": torch.tensor([0.0])}
+    entropy = torch.tensor([[9.0, 1.0, 2.0]])
+    result = grpo_loss(torch.zeros(1, 3), entropy, batch, GrpoSettings(entropy_bonus=0.1))
+    assert result.loss.item() == pytest.approx(-0.15)
+
+
+def test_entropy_of_the_untrained_model_is_nearly_that_of_chance(model_folder: Path) -> None:
+    """Random weights choose among twenty symbols nearly evenly: the entropy is close to log 20."""
+    policy = Policy(model_folder, SETTINGS)
+    batch = _batch(policy, [1.0])
+    with torch.no_grad():
+        _, entropy = token_logprobs(policy.model, batch["input_ids"].long(), batch["attention_mask"])
+    assert float(entropy[:, 1:].mean()) == pytest.approx(math.log(20), abs=0.1)
 
 
 def test_minibatches_hold_whole_groups(model_folder: Path) -> None:

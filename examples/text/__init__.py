@@ -1,0 +1,1 @@
+"""A real instruct model answers real questions through the pipeline; nothing is trained."""
