@@ -47,6 +47,7 @@ class Gate:
         self.cancelled = False
 
     async def __call__(self, _: dict[str, Any]) -> web.StreamResponse:
+        """Hold the answer until the test opens it."""
         self.seen.set()
         try:
             await self.opened.wait()
