@@ -78,7 +78,7 @@ types: $(DEV) ## Check types
 	$(SAY) 'mypy'
 	@$(BIN)/mypy
 	$(SAY) 'pyright'
-	@$(BIN)/pyright
+	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(DEMO) ## Run the benchmarks
 	$(SAY) 'running the benchmarks'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import structlog
 
 from forebay.settings import RunSettings
@@ -13,6 +15,7 @@ __all__ = ["Cutter"]
 log = structlog.get_logger(__name__)
 
 _TRIES = 100
+_EVICT_EVERY_S = 0.25
 
 
 class Cutter:
@@ -21,18 +24,22 @@ class Cutter:
     def __init__(self, store: Store, settings: RunSettings) -> None:
         self._store = store
         self._batch_size = settings.batch_size
+        self._looked = 0.0
 
     async def cut(self, epoch: int) -> int:
         """Evict what is stale and cut all batches that can be: how many. Raises FencedError."""
-        evicted = await self._store.evict_stale(epoch)
-        if evicted:
-            log.info("groups.evicted", count=len(evicted), task_ids=evicted[:20])
+        await self._evict(epoch)
         cut = tries = 0
         while tries < _TRIES:  # a bound: each further try means that something changed under our hands
-            ready = await self._store.ready(self._batch_size)
-            partial = len(ready) < self._batch_size
-            if not ready or (partial and not await self._store.may_cut_partial()):
+            # Counted before they are fetched: most wake-ups find too few, and a summary is not free.
+            count = await self._store.ready_count()
+            partial = count < self._batch_size
+            if not count or (partial and not await self._store.may_cut_partial()):
                 break
+            ready = await self._store.ready(self._batch_size)
+            if len(ready) < min(count, self._batch_size):
+                tries += 1
+                continue
             groups = [GroupSummary.unpack(summary) for _, summary in ready]
             index = BatchIndex(groups, partial=partial, metrics=metrics(groups))
             batch_id = await self._store.cut(epoch, index.pack(), [task_id for task_id, _ in ready])
@@ -42,6 +49,16 @@ class Cutter:
             cut += 1
             log.info("batch.cut", batch_id=batch_id, groups=len(groups), partial=partial)
         return cut
+
+    async def _evict(self, epoch: int) -> None:
+        """Look through the waiting groups, now and then; those of a batch are judged at its cut in any case."""
+        now = time.monotonic()
+        if now - self._looked < _EVICT_EVERY_S:
+            return
+        self._looked = now
+        evicted = await self._store.evict_stale(epoch)
+        if evicted:
+            log.info("groups.evicted", count=len(evicted), task_ids=evicted[:20])
 
 
 def metrics(groups: list[GroupSummary]) -> dict[str, float]:

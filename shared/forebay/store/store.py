@@ -305,6 +305,11 @@ class Store:
             raise _fenced()
         return bool(answer == b"done")
 
+    async def ready_count(self) -> int:
+        """How many groups wait for a batch."""
+        (count,) = await self._ask(("ZCARD", self.keys.ready))
+        return int(count)
+
     async def ready(self, most: int) -> list[tuple[int, bytes]]:
         """The oldest ready groups with their summaries."""
         (names,) = await self._ask(("ZRANGE", self.keys.ready, 0, most - 1))
