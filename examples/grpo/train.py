@@ -139,12 +139,13 @@ class Policy:
 
         Returns the loss of the last optimizer step, for which the policy has moved furthest from the one that sampled.
         """
-        for rows in self._minibatches(group_index):
-            part = {name: value[rows] for name, value in batch.items()}
-            result = self._optimizer_step(part)
+        results = [
+            self._optimizer_step({name: value[rows] for name, value in batch.items()})
+            for rows in self._minibatches(group_index)
+        ]
         self._schedule.step()
         self.version += 1
-        return result
+        return results[-1]
 
     def _minibatches(self, group_index: Tensor) -> Iterator[Tensor]:
         """Row numbers of each mini-batch. Groups stay whole: their advantages balance each other."""
