@@ -51,11 +51,11 @@ class GrpoSettings:
     """The ratio counts down to ``1 - clip_low``..."""
     clip_high: float = 0.28
     """...and up to ``1 + clip_high``: a little more, so that unlikely good tokens may grow."""
-    entropy_bonus: float = 0.02
+    entropy_bonus: float = 0.05
     """Worth of a nat of entropy per token. Without it a policy may stop trying a symbol before it has learnt where the
     symbol belongs, and then never learns it."""
     max_grad_norm: float = 1.0
-    minibatches: int = 2
+    minibatches: int = 1
     """Optimizer steps in one pass over a batch; each sees whole groups."""
     epochs: int = 4
     """Passes over a batch."""
