@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["AsyncBatch", "AsyncBatchStream", "BatchData"]
 
 _POLL_S = 0.25
+_TAKE_OVER_S = 4.0
+"""After the lease has run out, how long another collector may take to lead, or a supervisor to start one."""
 _ROWS_PER_READ = 256
 
 
@@ -206,7 +208,7 @@ class _Watch:
             self._dead_since = None
         elif self._dead_since is None:
             self._dead_since = now
-        elif now - self._dead_since > 2.0:  # the lease itself has run out before; this lets another one take over
+        elif now - self._dead_since > _TAKE_OVER_S:
             raise CollectorUnavailableError(
                 f"no collector serves run {self._store.keys.run}: no batch can come; start one (`make up` or "
                 "`forebay collector`), and read on: nothing is lost"

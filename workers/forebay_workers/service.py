@@ -27,6 +27,7 @@ __all__ = ["Worker", "run_worker"]
 log = structlog.get_logger(__name__)
 
 _REFRESH_S = 1.0
+_CLOSE_S = 3.0
 
 
 async def run_worker(settings: Settings, engine_settings: EngineSettings, worker_settings: WorkerSettings) -> None:
@@ -121,8 +122,12 @@ class Worker:
         await stop_tasks([heartbeat, *others, stopped])
         with contextlib.suppress(ConnectionLostError):
             await self._store.sign_off(self.name)
-        await self._fleet.close()
-        await self._host.close()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._fleet.close()
+                await self._host.close()
+        except TimeoutError:
+            log.warning("worker.connections_left_open", worker=self.name)  # the end of the process closes them
         log.info("worker.stopped", worker=self.name)
 
     async def _refresh(self) -> None:
