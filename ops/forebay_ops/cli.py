@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from forebay.errors import SettingsError
+from forebay.errors import ModelFolderError, SettingsError
 from forebay_ops.tiny_server.cli import serve_tiny
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def up(
         server_count=1 if server else 0,
         terminal=terminal,
     )
+    if server and model is not None and not (model / "config.json").is_file():
+        raise ModelFolderError(f"{model} is no model folder: it has no config.json; give --model a Hugging Face folder")
     try:
         asyncio.run(_run(config, terminal, make_model=server and model is None))
     except AlreadyUpError as error:

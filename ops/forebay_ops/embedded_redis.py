@@ -87,10 +87,10 @@ maxmemory-policy noeviction
 
 
 def redact_url(url: str) -> str:
-    """The URL without user and password, for people to read."""
-    parts = urlsplit(url)
+    """The URL without user, password and query, which may hold one too, for people to read."""
+    parts = urlsplit(url)._replace(query="", fragment="")
     if "@" not in parts.netloc:
-        return url
+        return urlunsplit(parts)
     return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
 
 

@@ -23,6 +23,7 @@ def build_app() -> typer.Typer:
         help="The rollout layer of LLM reinforcement learning as a message-queue pipeline.",
         no_args_is_help=True,
         add_completion=False,
+        rich_markup_mode=None,  # help texts have brackets of their own
         pretty_exceptions_enable=False,
     )
 
@@ -50,7 +51,7 @@ def main() -> None:
     except ForebayError as error:
         if os.environ.get("FOREBAY_DEBUG", "") not in ("", "0"):
             raise
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[red]error:[/] {_plain(str(error))}")
+        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[red]error:[/] {_plain(str(error))}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

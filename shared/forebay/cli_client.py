@@ -16,6 +16,7 @@ from forebay.blocking import Batch, Client
 from forebay.errors import QueueFullError, RunNotReadyError, SubmitError
 from forebay.settings import Settings, load
 from forebay.store.store import RunStatus
+from forebay.wire.values import encode_plain
 
 __all__ = ["print_run", "register", "run_table"]
 
@@ -68,7 +69,10 @@ def submit(
         ids = []
         for number, data in good:
             key = f"{key_prefix}:{number}" if key_prefix is not None else None
-            ids.append(_submit_one(client, data, workflow, arguments, group_size, normalize, key, wait))
+            try:
+                ids.append(_submit_one(client, data, workflow, arguments, group_size, normalize, key, wait))
+            except QueueFullError as error:
+                raise QueueFullError(f"submitted {len(ids)} groups, the lines before {number}; then: {error}") from None
         if end_of_data:
             client.end_of_data()
     span = f", task ids {ids[0]} to {ids[-1]}" if ids else ""
@@ -140,6 +144,11 @@ def _read_prompts(file: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tu
             bad.append((number, f"no JSON: {error}"))
             continue
         if isinstance(value, dict):
+            try:
+                encode_plain(value)
+            except SubmitError as error:
+                bad.append((number, str(error)))
+                continue
             good.append((number, value))
         else:
             bad.append((number, f"a JSON {type(value).__name__}, expected an object"))
@@ -155,7 +164,9 @@ def _report_bad(bad: list[tuple[int, str]]) -> None:
 
 def batches(
     count: Annotated[int | None, typer.Option(help="Stop after so many batches.")] = None,
-    consumer: Annotated[str, typer.Option(help="Cursor; each name reads all batches.")] = "trainer",
+    consumer: Annotated[
+        str, typer.Option(help="Cursor; names share the batches: an ack ends a batch for all.")
+    ] = "trainer",
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for each batch.")] = None,
     ack: Annotated[bool, typer.Option("--ack/--no-ack", help="Acknowledge; else the batches come again.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a batch.")] = False,

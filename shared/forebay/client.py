@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from forebay.batches import AsyncBatchStream
-from forebay.errors import SubmitError, WeightUpdateError
-from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.errors import SubmitError, VersionError, WeightUpdateError
+from forebay.settings import MAX_GROUP_SIZE, EngineSettings, RunSettings, Settings, load
 from forebay.store.store import RunStatus, Store
 from forebay.weights import UpdatePhase, WeightUpdateResult, update_weights_from_disk
 from forebay.wire.envelopes import GroupRules, GroupSpec
@@ -110,8 +110,8 @@ class AsyncClient:
     ) -> tuple[int, GroupRules]:
         run = self.run_settings
         size = run.group_size if group_size is None else group_size
-        if type(size) is not int or size < 1:
-            raise SubmitError(f"group_size={size!r}: must be an integer of at least 1")
+        if type(size) is not int or not 1 <= size <= MAX_GROUP_SIZE:
+            raise SubmitError(f"group_size={size!r}: must be an integer from 1 to {MAX_GROUP_SIZE}")
         normalize = run.reward_normalization if reward_normalization is None else reward_normalization
         accept = None
         if should_accept_fn is not None:
@@ -137,6 +137,7 @@ class AsyncClient:
 
     async def set_version(self, version: int) -> None:
         """Tell the run that the policy is at `version`. Raises VersionError if that would go backwards."""
+        check_version(version)
         await self._store.set_version(version)
 
     async def version(self) -> int:
@@ -153,6 +154,10 @@ class AsyncClient:
         Raises:
             WeightUpdateError: no server is registered, or none took the weights; the version has not moved.
         """
+        check_version(version)
+        current = await self._store.version()
+        if version < current:  # before a server is touched, which would then carry the wrong label
+            raise VersionError(f"version {version} is below the run's version {current}; versions only grow")
         urls = await self._store.servers()
         if not urls:
             raise WeightUpdateError(
@@ -170,6 +175,12 @@ class AsyncClient:
     async def status(self) -> RunStatus:
         """Where the groups of the run are, at one instant."""
         return await self._store.status()
+
+
+def check_version(version: int) -> None:
+    """Raise VersionError unless `version` is an integer from 0 that every part of the system can hold."""
+    if type(version) is not int or not 0 <= version < 2**31:
+        raise VersionError(f"version {version!r}: must be an integer from 0 to {2**31 - 1}")
 
 
 def _absolute(path: str | Path) -> str:

@@ -20,6 +20,8 @@ from forebay.outcomes import FailureKind
 
 __all__ = ["EngineSettings", "RunSettings", "Settings", "load"]
 
+MAX_GROUP_SIZE = 4096
+"""Slots of one group; Redis starts them all in one step."""
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -60,6 +62,11 @@ class Settings(_Base):
     home: Path = Path(".forebay")
     """Folder of the local processes: Redis data, logs, process table."""
 
+    @field_validator("redis_url", mode="before")
+    @classmethod
+    def _empty_is_unset(cls, value: object) -> object:
+        return None if value == "" else value
+
     _split_servers = field_validator("servers", mode="before")(_split)
 
     @property
@@ -92,7 +99,7 @@ class RunSettings(_Base):
     max_queued_groups: int = Field(10_000, ge=1)
     """Bound on submitted groups that wait to start; past it ``submit`` raises QueueFullError."""
 
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE)
     """Default of ``submit``."""
     min_usable_group_size: int | None = Field(None, ge=1)
     """None: derived, 2 where rewards are normalized by group statistics, else 1."""

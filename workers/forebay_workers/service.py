@@ -118,6 +118,7 @@ class Worker:
         others[0].cancel()  # admission: other workers go on with it
         log.info("worker.draining", running=len(self._leases))
         if not await self._host.wait_idle(self._settings.drain_timeout_s):
+            self._runner.draining = True
             await stop_tasks(self._leases.tasks())
         await stop_tasks([heartbeat, *others, stopped])
         with contextlib.suppress(ConnectionLostError):

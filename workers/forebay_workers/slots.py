@@ -1,8 +1,8 @@
 """One slot job, from its id to its published header.
 
-Invariants (tests in ``tests/integration/test_worker.py``):
+Invariants (tests in ``tests/integration/``):
 
-- An attempt that is not wanted any more never touches a GPU (``test_superseded_attempt_does_not_generate``).
+- An attempt that is not wanted any more never touches a GPU (``test_late_first_attempt_still_wins_while_open``).
 - Every attempt that began ends as published, handed back, or lost to its lease (``test_killed_worker_loses_nothing``).
 """
 
@@ -49,6 +49,8 @@ class SlotRunner:
         self._settings = settings
         self._workflows = WorkflowCache(run_settings.import_allowlist)
         self._claimed: dict[str, Lease] = {}
+        self.draining = False
+        """The worker is shutting down: a cancelled attempt is handed back."""
         self.ended: dict[str, int] = {}
         """Attempts that ended here, by outcome."""
 
@@ -83,10 +85,22 @@ class SlotRunner:
             ended = await self._attempt(attempt, lease)
         except asyncio.CancelledError:
             # A shut-down hands the attempt back; one that lost its lease has nothing to hand back.
+            if self._leases.holds(attempt) and not self.draining:
+                # Nobody here cancelled it: the workflow did that to itself, and would do it again on any worker.
+                task = asyncio.current_task()
+                while task is not None and task.cancelling():
+                    task.uncancel()
+                reason = "the workflow cancelled its own task"
+                ended = Ended(SlotOutcome.FAILED, kind=FailureKind.DATA, reason=reason)
+                await self._publish(attempt, ended, began)
+                return
             if self._leases.holds(attempt):
                 await asyncio.shield(self._store.release(*attempt))
                 log.info("slot.handed_back")
             raise
+        await self._publish(attempt, ended, began)
+
+    async def _publish(self, attempt: Attempt, ended: Ended, began: float) -> None:
         header = SlotHeader(
             task=attempt[0],
             idx=attempt[1],

@@ -68,8 +68,11 @@ def connection_pool(
             socket_connect_timeout=ANSWER_TIMEOUT_S,
             health_check_interval=30,
         )
-    except ValueError as error:
-        raise SettingsError(f"REDIS_URL is no Redis URL ({error}); use redis://host:port/db") from None
+    except ValueError:  # its text would quote a part of the URL, which may be one of the password
+        raise SettingsError(
+            "REDIS_URL is no Redis URL; use redis://[user:password@]host:port/db, with special characters "
+            "percent-encoded"
+        ) from None
 
 
 async def riding_through(call: Callable[[], Awaitable[T]], url: str, timeout_s: float) -> T:
