@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import typer
+from redis.exceptions import RedisError
 from rich.console import Console
 
 from forebay import log
@@ -52,6 +53,11 @@ def main() -> None:
         if os.environ.get("FOREBAY_DEBUG", "") not in ("", "0"):
             raise
         Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[red]error:[/] {_plain(str(error))}")
+        sys.exit(2)
+    except RedisError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(
+            f"[red]error:[/] Redis refused the call: {_plain(str(error))}; check REDIS_URL and its database number"
+        )
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

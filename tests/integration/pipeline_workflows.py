@@ -25,6 +25,9 @@ class EchoWorkflow(RolloutWorkflow):
             raise RuntimeError("no such puzzle")
         if action == "raise_once" and context.attempt == 1:
             raise ConnectionError("tool server went away")
+        if action == "cancel" and (task := asyncio.current_task()) is not None:
+            task.cancel()
+            await asyncio.sleep(0)
         if action == "empty":
             return {}
         if action == "hang":

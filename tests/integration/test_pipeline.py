@@ -18,7 +18,14 @@ from scripted_server import answer
 from services import WORKFLOW, read, services
 
 from forebay import AsyncClient
-from forebay.errors import CollectorUnavailableError, ImportNotAllowedError, StallError, SubmitError, WorkflowError
+from forebay.errors import (
+    CollectorUnavailableError,
+    ImportNotAllowedError,
+    StallError,
+    SubmitError,
+    VersionError,
+    WorkflowError,
+)
 from forebay.store.store import RunStatus
 
 
@@ -85,6 +92,7 @@ async def test_normalization_min_size_and_partial_groups(redis_url: str, run_nam
         ({"action": "reject"}, "no_usable_slot"),
         ({"action": "raise"}, "no_usable_slot"),
         ({"action": "empty"}, "no_usable_slot"),
+        ({"action": "cancel"}, "no_usable_slot"),
         ({"actions": {"0": "reject"}, "drop_incomplete_group": True}, "incomplete"),
         ({"actions": {"0": "reject"}, "reward_normalization": True}, "below_minimum"),
         ({"rewards": {"0": 0.1, "1": 0.2}, "should_accept_fn": "pipeline_workflows.accept_good"}, "filtered"),
@@ -225,6 +233,18 @@ async def test_waiting_reader_says_why(redis_url: str, run_name: str) -> None:
             await client.batches(timeout_s=0.3).next()
 
 
+@pytest.mark.parametrize("version", [-1, 1.5, "x", True, 10**30])
+async def test_bad_versions_change_nothing(redis_url: str, run_name: str, version: Any) -> None:
+    """A version that is no small integer is refused before anything is touched, by set_version and by the push."""
+    async with services(redis_url, run_name) as (running, client):
+        with pytest.raises(VersionError, match="must be an integer"):
+            await client.set_version(version)
+        with pytest.raises(VersionError, match="must be an integer"):
+            await client.update_weights_from_disk("/nowhere", version)
+        assert await client.version() == 0
+        assert running.server.updates == []
+
+
 async def test_trainer_that_never_steps_gets_a_reason(redis_url: str, run_name: str) -> None:
     """A reader past what staleness allows gets an error that names the remedy, not a hang (contract 6)."""
     async with services(redis_url, run_name, max_staleness=0, stall_timeout_s=0.3) as (_, client):
@@ -328,6 +348,7 @@ class TestRefusedAtSubmit:
             ({"workflow_kwargs": None}, WorkflowError, "needs workflow_kwargs"),
             ({"data": {"x": object()}}, SubmitError, r"data\['x'\]"),
             ({"group_size": 0}, SubmitError, "group_size=0"),
+            ({"group_size": 99_999_999_999}, SubmitError, "from 1 to 4096"),
             ({"min_usable_group_size": 3}, SubmitError, "min_usable_group_size=3"),
             ({"min_usable_group_size": 1, "reward_normalization": True}, SubmitError, "at least 2"),
             ({"should_accept_fn": lambda group: True}, WorkflowError, "lambda"),
