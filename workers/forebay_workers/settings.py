@@ -15,8 +15,9 @@ class WorkerSettings(BaseSettings):
 
     max_slots: int = Field(128, ge=1)
     """Episodes that run at once in this process."""
-    poll_delay_s: float = Field(0.02, gt=0)
-    """Between looks at the job queue: a job starts about half of it after it was queued."""
+    poll_delay_s: float = Field(0.005, gt=0)
+    """Between looks at the job queue. A job starts half of it, and two writes to disk, after it was queued; an idle
+    worker spends a little CPU on each look, so raise it where many workers idle."""
     drain_timeout_s: float = Field(2.0, ge=0)
     """After SIGTERM, how long running episodes may still finish; then they are handed back."""
     wait_for_run_s: float = Field(120.0, gt=0)
