@@ -337,6 +337,26 @@ async def test_redis_killed_and_restarted(run_name: str, tmp_path: Path) -> None
             await asyncio.to_thread(ended.stop)
 
 
+async def test_all_slots_of_a_fleet_are_busy_at_once(redis_url: str, run_name: str) -> None:
+    """Case 40: every place of every replica runs a slot, however many run already and stay at the queue's head."""
+    replicas, slots = 8, 20
+    async with services(redis_url, run_name, worker=False, max_staleness=99, group_size=8) as (running, client):
+        await running.kill("worker")
+        for replica in range(replicas):
+            await running.start_worker(f"worker-{replica}", slots=slots)
+        gate = asyncio.Event()
+
+        async def wait_then_answer(_: dict[str, Any]) -> Any:
+            await gate.wait()
+            return web.json_response(answer([7, 8, 9], weight_version="0"))
+
+        running.server.default = wait_then_answer
+        await submit(client, 30)
+        await eventually(lambda: len(running.server.requests) == replicas * slots, "all slots of the fleet busy")
+        gate.set()
+        await settled(client, accepted=30)
+
+
 class TestRefusedAtSubmit:
     @pytest.mark.parametrize(
         ("options", "error", "text"),

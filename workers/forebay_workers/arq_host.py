@@ -1,11 +1,12 @@
 """arq, and nothing else of the project knows it.
 
 arq keeps the loop, the bound on running jobs, the health key and the job records, which its tools can read. What is not
-its default, and why: jobs are claimed in bulk, with their leases, by a script of ours (``store/lua/claim.lua``), so
-neither ``queue_read_limit`` nor the in-progress keys, which outlive a killed worker by the job's time-out, play a part;
-jobs are msgpack, nothing that runs code when it is read; results are not kept, they travel on their own stream;
-time-outs, attempts and retries are ours, so arq's never strike; and a lost connection ends neither the loop nor the
-process.
+its default, and why: jobs are claimed in bulk, with their leases, by a script of ours (``store/lua/claim.lua``). A
+claimed id leaves the queue, so no worker steps over what the others run, and reading as many ids as it has room for
+(``queue_read_limit``) suffices a fleet of any size; arq's in-progress keys, which outlive a killed worker by the job's
+time-out, play no part. Jobs are msgpack, nothing that runs code when it is read. Results are not kept, they travel on
+their own stream. Time-outs, attempts and retries are ours, so arq's never strike. A lost connection ends neither the
+loop nor the process.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ class SlotHost:
             queue_name=queue,
             handle_signals=False,
             max_jobs=max_slots,
+            queue_read_limit=max_slots,
             job_timeout=_NEVER_S,
             keep_result=0,
             max_tries=_NEVER_TRIES,
