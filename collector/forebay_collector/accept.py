@@ -33,7 +33,7 @@ def group_tensors(summary: GroupSummary, rows: Sequence[Row]) -> dict[str, Any]:
     tensors = to_torch(pad_rows(rows))
     tensors["rollout_group"] = RolloutGroup(
         row_counts=tuple(len(rollout.rows) for rollout in summary.rollouts),
-        rewards=tuple(rollout.reference_reward for rollout in summary.rollouts),
+        rewards=tuple(rollout.reference for rollout in summary.rollouts),
         sample_idx=tuple(rollout.sample_idx for rollout in summary.rollouts),
     )
     return tensors

@@ -14,6 +14,7 @@ import structlog
 
 from forebay.errors import FrameError
 from forebay.outcomes import RejectReason
+from forebay.reward_rules import RewardShaping
 from forebay.store.store import Store
 from forebay.wire.codec import decode_rows
 from forebay.wire.envelopes import GroupSummary
@@ -31,14 +32,15 @@ log = structlog.get_logger(__name__)
 class Committer:
     """Decides on assembled groups, and records what was decided."""
 
-    def __init__(self, store: Store, accept: AcceptFilter, dumper: Dumper) -> None:
+    def __init__(self, store: Store, accept: AcceptFilter, dumper: Dumper, shaping: RewardShaping) -> None:
         self._store = store
+        self._shaping = shaping
         self._accept = accept
         self._dumper = dumper
 
     async def commit(self, epoch: int, group: Assembled) -> None:
         """Decide, dump, commit. Raises FencedError, ConnectionLostError."""
-        decision = decide(group.task_id, group.group_size, group.rules, group.headers)
+        decision = decide(group.task_id, group.group_size, group.rules, group.headers, self._shaping)
         needs_rows = self._dumper.on or (decision.reason is None and group.rules.should_accept_fn is not None)
         rows: list[Row] | None = None
         if needs_rows and decision.summary.rollouts:

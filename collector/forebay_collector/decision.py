@@ -7,15 +7,17 @@ then the rewards are normalized. ``should_accept_fn`` and freshness come after, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import ContractError
-from forebay.outcomes import RejectReason, ResultKind, SlotOutcome
+from forebay.normalization import ShapedRollout, normalize, shape_rollout
+from forebay.outcomes import OnSlotError, RejectReason, SlotOutcome
+from forebay.reward_rules import RewardShaping
 from forebay.wire.envelopes import GroupRules, GroupSummary, RolloutSummary, RowSummary, SlotHeader
-from forebay_collector.normalization import normalize_group
 
-__all__ = ["Decision", "decide"]
+__all__ = ["Decision", "decide", "with_rewards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,58 +29,118 @@ class Decision:
     detail: str = ""
 
 
-def decide(task_id: int, group_size: int, rules: GroupRules, headers: Mapping[int, SlotHeader]) -> Decision:
+def decide(
+    task_id: int,
+    group_size: int,
+    rules: GroupRules,
+    headers: Mapping[int, SlotHeader],
+    shaping: RewardShaping,
+    *,
+    parent: int | None = None,
+) -> Decision:
     """Decide on a group whose every slot has ended; `headers` has one for each index below `group_size`."""
     usable = [headers[idx] for idx in range(group_size) if headers[idx].outcome == SlotOutcome.USABLE]
-    summary = GroupSummary(
-        task=task_id,
-        group_size=group_size,
-        rollouts=[RolloutSummary(h.idx, h.attempt, list(h.rows), h.reference) for h in usable],
-        rows_bytes=sum(h.rows_bytes for h in usable),
-    )
+    summary = _summary(task_id, group_size, rules, usable, parent)
 
     def reject(reason: RejectReason, detail: str) -> Decision:
         return Decision(summary, reason, detail)
 
     if not usable:
         return reject(RejectReason.NO_USABLE_SLOT, _why_unusable(headers))
-    if rules.drop_incomplete_group and len(usable) < group_size:
+    failed = any(header.outcome == SlotOutcome.FAILED for header in headers.values())
+    if (rules.drop_incomplete_group and len(usable) < group_size) or (
+        failed and rules.on_slot_error == OnSlotError.DROP_GROUP
+    ):
         return reject(RejectReason.INCOMPLETE, f"{len(usable)} of {group_size} slots usable; {_why_unusable(headers)}")
     if len(usable) < rules.min_usable_group_size:
         need = rules.min_usable_group_size
         return reject(
             RejectReason.BELOW_MINIMUM, f"{len(usable)} usable slots, {need} needed; {_why_unusable(headers)}"
         )
-    kinds = {h.result_kind for h in usable}
-    if rules.reward_normalization and any(row.reward is None for h in usable for row in h.rows):
+    if rules.reward_normalization is not None and any(row.reward is None for h in usable for row in h.rows):
         return reject(RejectReason.MISSING_REWARD, "a row has no reward to normalize")
-    if len(kinds) > 1:
-        return reject(
-            RejectReason.CONTRACT_ERROR, f"results of different kinds in one group: {', '.join(sorted(kinds))}"
-        )
-    if ResultKind.INTERACTIONS in kinds:
-        return reject(RejectReason.CONTRACT_ERROR, "interaction results are not supported by this release")
-    if not rules.reward_normalization:
-        return Decision(summary)
     try:
-        return Decision(_normalized(summary))
+        _check_kinds(usable)
+        return Decision(_rewarded(summary, rules, shaping))
     except ContractError as error:
         return reject(RejectReason.CONTRACT_ERROR, str(error))
 
 
-def _normalized(summary: GroupSummary) -> GroupSummary:
-    rewards = [[row.reward or 0.0 for row in rollout.rows] for rollout in summary.rollouts]
-    shifted = normalize_group(rewards, [rollout.reference for rollout in summary.rollouts])
+def _summary(
+    task_id: int, group_size: int, rules: GroupRules, usable: Sequence[SlotHeader], parent: int | None
+) -> GroupSummary:
+    phases = {name: 0.0 for header in usable for name in header.phases}
+    for name in phases:
+        phases[name] = sum(header.phases.get(name, 0.0) for header in usable) / len(usable)
+    summary = GroupSummary(
+        task=task_id,
+        group_size=group_size,
+        rollouts=[RolloutSummary(h.idx, h.attempt, list(h.rows), h.reference) for h in usable],
+        rows_bytes=sum(h.rows_bytes for h in usable),
+        is_eval=rules.is_eval,
+        parent=parent,
+        seconds=max((h.seconds for h in usable), default=0.0),
+        phases=phases,
+    )
+    if usable:
+        summary.result_kind = usable[0].result_kind
+    return summary
+
+
+def _check_kinds(usable: Sequence[SlotHeader]) -> None:
+    kinds = sorted({header.result_kind for header in usable})
+    if len(kinds) > 1:
+        raise ContractError(
+            f"results of different kinds in one group: {', '.join(kinds)}; a workflow returns one kind for all slots"
+        )
+    seen = Counter(row.completion for header in usable for row in header.rows if row.completion is not None)
+    if twice := [name for name, count in seen.items() if count > 1]:
+        raise ContractError(f"the completion id {twice[0]} occurs {seen[twice[0]]} times in one group; ids are unique")
+
+
+def _rewarded(summary: GroupSummary, rules: GroupRules, shaping: RewardShaping) -> GroupSummary:
+    """The rewards shaped, and normalized unless that takes statistics of the batch."""
+    norm = rules.reward_normalization
+    shaped = [
+        shape_rollout(
+            [row.reward for row in rollout.rows],
+            [row.trained for row in rollout.rows],
+            rollout.reference,
+            shaping,
+            normalizing=norm is not None,
+        )
+        for rollout in summary.rollouts
+    ]
+    out = with_rewards(summary, shaped, [list(rollout.rows) for rollout in shaped])
+    if norm is None:
+        return out
+    if norm.uses_batch:
+        return dataclasses.replace(out, batch_norm=norm)
+    (values,) = normalize([shaped], norm)
+    return dataclasses.replace(with_rewards(out, shaped, values), rewards_normalized=True)
+
+
+def with_rewards(
+    summary: GroupSummary, shaped: Sequence[ShapedRollout], values: Sequence[Sequence[float | None]]
+) -> GroupSummary:
+    """`summary` with `values` for its rows' rewards; where one differs from the raw one, all raw ones are kept."""
+    changed = any(
+        row.original_reward is not None or row.reward != value
+        for rollout, new in zip(summary.rollouts, values, strict=True)
+        for row, value in zip(rollout.rows, new, strict=True)
+    )
     rollouts = [
         dataclasses.replace(
-            rollout, rows=[_with_reward(row, value) for row, value in zip(rollout.rows, new, strict=True)]
+            rollout,
+            reference=known.reference,
+            rows=[_with_reward(row, value) if changed else row for row, value in zip(rollout.rows, new, strict=True)],
         )
-        for rollout, new in zip(summary.rollouts, shifted, strict=True)
+        for rollout, known, new in zip(summary.rollouts, shaped, values, strict=True)
     ]
-    return dataclasses.replace(summary, rollouts=rollouts, rewards_normalized=True)
+    return dataclasses.replace(summary, rollouts=rollouts)
 
 
-def _with_reward(row: RowSummary, reward: float) -> RowSummary:
+def _with_reward(row: RowSummary, reward: float | None) -> RowSummary:
     raw = row.reward if row.original_reward is None else row.original_reward
     return dataclasses.replace(row, reward=reward, original_reward=raw)
 

@@ -65,7 +65,7 @@ class Collector:
         self._rules = rules
         self._dumper = Dumper(rules, store.keys.run)
         self._assembler = Assembler()
-        self._committer = Committer(store, AcceptFilter(rules.import_allowlist), self._dumper)
+        self._committer = Committer(store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping)
         self._cutter = Cutter(store, rules)
         self._epoch = 0
         self._commits: set[asyncio.Task[None]] = set()

@@ -9,7 +9,10 @@ from forebay.blocking import Batch, BatchStream, Client
 from forebay.client import AsyncClient
 from forebay.errors import ForebayError
 from forebay.generation import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse, StopReason
+from forebay.interactions import Interaction, InteractionWithTokenLogpReward
+from forebay.options import GroupOptions
 from forebay.outcomes import FailureKind, GroupState, RejectReason, SlotOutcome
+from forebay.reward_rules import NormConfig
 from forebay.rewards import AsyncRewardWrapper
 from forebay.settings import EngineSettings, RunSettings, Settings, load
 from forebay.wire.tensors import RolloutGroup
@@ -29,10 +32,14 @@ __all__ = [
     "FailureKind",
     "ForebayError",
     "GenerationHyperparameters",
+    "GroupOptions",
     "GroupState",
     "InferenceEngine",
+    "Interaction",
+    "InteractionWithTokenLogpReward",
     "ModelRequest",
     "ModelResponse",
+    "NormConfig",
     "RejectReason",
     "RolloutGroup",
     "RolloutWorkflow",

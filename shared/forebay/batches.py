@@ -56,7 +56,7 @@ class BatchData:
         return [
             RolloutGroup(
                 row_counts=tuple(len(rollout.rows) for rollout in group.rollouts),
-                rewards=tuple(rollout.reference_reward for rollout in group.rollouts),
+                rewards=tuple(rollout.reference for rollout in group.rollouts),
                 sample_idx=tuple(rollout.sample_idx for rollout in group.rollouts),
             )
             for group in self.groups

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from forebay.batches import AsyncBatchStream, BatchData
 from forebay.client import AsyncClient
+from forebay.options import GroupOptions
 from forebay.settings import EngineSettings, RunSettings, Settings
 from forebay.store.store import RunStatus
 from forebay.weights import UpdatePhase, WeightUpdateResult
@@ -142,21 +143,13 @@ class Client:
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None = None,
         *,
-        group_size: int | None = None,
-        reward_normalization: bool | None = None,
-        drop_incomplete_group: bool | None = None,
-        min_usable_group_size: int | None = None,
-        should_accept_fn: Callable[[dict[str, Any]], bool] | str | None = None,
         idempotency_key: str | None = None,
+        **options: Unpack[GroupOptions],
     ) -> int:
         """Enqueue one prompt group and return its task id, without waiting for it to start."""
         return self._loop.run(
-            self._client.submit(
-                data, workflow, workflow_kwargs, group_size=group_size, reward_normalization=reward_normalization,
-                drop_incomplete_group=drop_incomplete_group, min_usable_group_size=min_usable_group_size,
-                should_accept_fn=should_accept_fn, idempotency_key=idempotency_key,
-            )
-        )  # fmt: skip
+            self._client.submit(data, workflow, workflow_kwargs, idempotency_key=idempotency_key, **options)
+        )
 
     def end_of_data(self) -> None:
         """Say that nothing more will be submitted: the last batch may be partial, and readers come to an end."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from forebay.batches import AsyncBatchStream
 from forebay.errors import SubmitError, VersionError, WeightUpdateError
-from forebay.settings import MAX_GROUP_SIZE, EngineSettings, RunSettings, Settings, load
+from forebay.options import GroupOptions, resolve_rules
+from forebay.settings import EngineSettings, RunSettings, Settings, load
 from forebay.store.store import RunStatus, Store
 from forebay.weights import UpdatePhase, WeightUpdateResult, update_weights_from_disk
-from forebay.wire.envelopes import GroupRules, GroupSpec
+from forebay.wire.envelopes import GroupSpec
 from forebay.wire.values import encode_plain
-from forebay.workflow import WorkflowLike, name_callable, name_workflow
+from forebay.workflow import WorkflowLike, name_workflow
 
 __all__ = ["AsyncClient"]
 
@@ -67,26 +68,20 @@ class AsyncClient:
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None = None,
         *,
-        group_size: int | None = None,
-        reward_normalization: bool | None = None,
-        drop_incomplete_group: bool | None = None,
-        min_usable_group_size: int | None = None,
-        should_accept_fn: Callable[[dict[str, Any]], bool] | str | None = None,
         idempotency_key: str | None = None,
+        **options: Unpack[GroupOptions],
     ) -> int:
         """Enqueue one prompt group and return its task id, without waiting for it to start.
 
-        What is None is as the run's settings say. With an `idempotency_key` that was used before (within 7 days), the
-        group of then is returned and nothing is enqueued.
+        `options` are those of :class:`GroupOptions`; what is left out is as the run's settings say. With an
+        `idempotency_key` that was used before (within 7 days), the group of then is returned and nothing is enqueued.
 
         Raises:
             SubmitError: a ValueError; the group could not run, and nothing was enqueued.
             QueueFullError: ``max_queued_groups`` groups wait to start.
         """
+        size, rules = resolve_rules(options, self.run_settings)
         packed = self._spec(data, workflow, workflow_kwargs).pack()
-        size, rules = self._rules(
-            group_size, reward_normalization, drop_incomplete_group, min_usable_group_size, should_accept_fn
-        )
         if len(packed) > _MAX_SPEC_BYTES:
             raise SubmitError(
                 f"the group is {len(packed)} bytes, above the bound of {_MAX_SPEC_BYTES}; pass paths instead"
@@ -99,30 +94,6 @@ class AsyncClient:
             raise SubmitError(f"data is a {type(data).__name__}; a prompt is a dict")
         name, kwargs = name_workflow(workflow, workflow_kwargs, self.run_settings.import_allowlist)
         return GroupSpec(workflow=name, kwargs=kwargs, data=encode_plain(data))
-
-    def _rules(
-        self,
-        group_size: int | None,
-        reward_normalization: bool | None,
-        drop_incomplete_group: bool | None,
-        min_usable_group_size: int | None,
-        should_accept_fn: Callable[[dict[str, Any]], bool] | str | None,
-    ) -> tuple[int, GroupRules]:
-        run = self.run_settings
-        size = run.group_size if group_size is None else group_size
-        if type(size) is not int or not 1 <= size <= MAX_GROUP_SIZE:
-            raise SubmitError(f"group_size={size!r}: must be an integer from 1 to {MAX_GROUP_SIZE}")
-        normalize = run.reward_normalization if reward_normalization is None else reward_normalization
-        accept = None
-        if should_accept_fn is not None:
-            accept = name_callable(should_accept_fn, run.import_allowlist, "should_accept_fn")
-        explicit = run.min_usable_group_size if min_usable_group_size is None else min_usable_group_size
-        return size, GroupRules(
-            min_usable_group_size=minimum_usable(size, normalize, explicit),
-            drop_incomplete_group=run.drop_incomplete_group if drop_incomplete_group is None else drop_incomplete_group,
-            reward_normalization=normalize,
-            should_accept_fn=accept,
-        )
 
     async def end_of_data(self) -> None:
         """Say that nothing more will be submitted: the last batch may be partial, and readers come to an end.
@@ -185,24 +156,3 @@ def check_version(version: int) -> None:
 
 def _absolute(path: str | Path) -> str:
     return str(Path(path).absolute())
-
-
-def minimum_usable(group_size: int, normalize: bool, explicit: int | None) -> int:
-    """Usable rollouts below which a group is rejected (contract, section 4.6).
-
-    An explicit value wins; else 2 where rewards are normalized by group statistics, which need two observations,
-    and 1 otherwise. A group of one is complete by itself.
-
-    Raises:
-        SubmitError: the explicit value contradicts the group's size or its statistics.
-    """
-    if explicit is None:
-        return 2 if normalize and group_size >= 2 else 1
-    if type(explicit) is not int or not 1 <= explicit <= group_size:
-        raise SubmitError(f"min_usable_group_size={explicit!r}: must be an integer from 1 to group_size={group_size}")
-    if normalize and group_size >= 2 and explicit < 2:
-        raise SubmitError(
-            f"min_usable_group_size={explicit}: rewards are normalized by group statistics, which need at least 2 "
-            "usable rollouts; raise it, leave it out, or turn reward_normalization off"
-        )
-    return explicit

@@ -18,6 +18,7 @@ __all__ = [
     "ForebayError",
     "FrameError",
     "GenerationError",
+    "GroupNotDeliveredError",
     "ImportNotAllowedError",
     "ModelFolderError",
     "PortInUseError",
@@ -25,6 +26,7 @@ __all__ = [
     "RewardTimeoutError",
     "RowsMissingError",
     "RunNotReadyError",
+    "RunStoppedError",
     "ServerUnavailableError",
     "SettingsError",
     "SlotDataError",
@@ -34,6 +36,7 @@ __all__ = [
     "WeightUpdateError",
     "WorkflowContractError",
     "WorkflowError",
+    "WorkflowTypeError",
 ]
 
 
@@ -81,6 +84,10 @@ class WorkflowError(SubmitError):
     """A workflow cannot be named, imported or rebuilt on a worker."""
 
 
+class WorkflowTypeError(WorkflowError, TypeError):
+    """What was submitted as a workflow is none: neither a RolloutWorkflow nor an agent with a coroutine ``run``."""
+
+
 class ImportNotAllowedError(WorkflowError):
     """A module lies outside the run's import allowlist."""
 
@@ -123,6 +130,14 @@ class RowsMissingError(ForebayError, LookupError):
 
 class FencedError(ForebayError, RuntimeError):
     """This collector lost its lease to another one and may change nothing any more."""
+
+
+class RunStoppedError(ForebayError, RuntimeError):
+    """The run has stopped itself: too many failures of one kind. The text has the first cause, and how to resume."""
+
+
+class GroupNotDeliveredError(ForebayError, LookupError):
+    """A group that was waited for by its task id ended without a result, or is delivered elsewhere."""
 
 
 class VersionError(ForebayError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["FailureKind", "GroupState", "RejectReason", "ResultKind", "SlotOutcome"]
+__all__ = ["FailureKind", "GroupState", "OnSlotError", "RejectReason", "ResultKind", "SlotOutcome"]
 
 
 class SlotOutcome(StrEnum):
@@ -32,11 +32,13 @@ class FailureKind(StrEnum):
 
 
 class GroupState(StrEnum):
-    """Where a prompt group is. The first four move forward only; the last three are final."""
+    """Where a prompt group is. The last three are final; a stale batch sends its fresh groups back to ready."""
 
     QUEUED = "queued"
     RUNNING = "running"
     READY = "ready"
+    HELD = "held"
+    """Accepted, and kept for whoever asks for it by its task id."""
     BATCHED = "batched"
     DELIVERED = "delivered"
     REJECTED = "rejected"
@@ -55,6 +57,15 @@ class RejectReason(StrEnum):
     ACCEPT_ERROR = "accept_error"
     ROWS_LOST = "rows_lost"
     """The rows of a usable slot vanished from Redis before the group was assembled."""
+
+
+class OnSlotError(StrEnum):
+    """What a failed slot means for its siblings."""
+
+    KEEP = "keep"
+    """They count; the minimum size decides."""
+    DROP_GROUP = "drop_group"
+    """The group is rejected as incomplete, which is AReaL's behaviour."""
 
 
 class ResultKind(StrEnum):

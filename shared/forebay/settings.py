@@ -16,7 +16,9 @@ from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from forebay.errors import SettingsError
-from forebay.outcomes import FailureKind
+from forebay.group_rules import minimum_usable
+from forebay.outcomes import FailureKind, OnSlotError
+from forebay.reward_rules import NormConfig, RewardShaping, norm_of
 
 __all__ = ["EngineSettings", "RunSettings", "Settings", "load"]
 
@@ -36,6 +38,19 @@ def _split(value: object) -> object:
     """``a,b`` from the environment as a list."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
+    return value
+
+
+def _json(value: object) -> object:
+    """A JSON object, or true, false or null, from the environment."""
+    if isinstance(value, str):
+        text = value.strip()
+        if not text:
+            return None
+        try:
+            return json.loads(text if text.startswith("{") else text.lower())
+        except ValueError:
+            raise ValueError('write true, false, or a JSON object such as {"mean_level": "group"}') from None
     return value
 
 
@@ -98,14 +113,47 @@ class RunSettings(_Base):
     """Bound on groups that run at once."""
     max_queued_groups: int = Field(10_000, ge=1)
     """Bound on submitted groups that wait to start; past it ``submit`` raises QueueFullError."""
+    max_concurrent_direct: int = Field(256, ge=1)
+    """Bound on running groups of evaluations and of ``rollout_batch``, which are outside the capacity."""
+    fleet_slots: int | None = Field(None, ge=1)
+    """The most slots that the fleet will ever run at once (workers x FOREBAY_WORKER_MAX_SLOTS), to check the bounds
+    above against; None: not checked."""
+    requeue_evicted: bool = False
+    """Submit the prompt of an evicted group again, under a new task id that names its parent."""
+    max_requeues: int = Field(1, ge=1)
+    """How often one prompt may come again that way."""
+    early_cancel: bool = False
+    """Cancel running groups that can no longer be fresh, to save their compute."""
 
     group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE)
     """Default of ``submit``."""
     min_usable_group_size: int | None = Field(None, ge=1)
     """None: derived, 2 where rewards are normalized by group statistics, else 1."""
     drop_incomplete_group: bool = False
-    reward_normalization: bool = False
-    """Default of ``submit``: subtract the group's mean and divide by its standard deviation."""
+    on_slot_error: OnSlotError = OnSlotError.KEEP
+    """``drop_group``: a failed slot rejects its group, as in AReaL."""
+
+    reward_normalization: Annotated[bool | NormConfig, NoDecode] = False
+    """Default of ``submit``: True subtracts the group's mean and divides by its (biased) standard deviation; a
+    NormConfig, in the environment a JSON object, says otherwise."""
+    trainer_reward_norm: Annotated[NormConfig | None, NoDecode] = None
+    """What the trainer itself does to rewards; only ``min_usable_group_size`` is derived from it."""
+    trainer_adv_norm: Annotated[NormConfig | None, NoDecode] = None
+    """What the trainer does to advantages; likewise."""
+    reward_bias: float = 0.0
+    """Added to each reward."""
+    reward_scaling: float = 1.0
+    """Multiplies each reward, after the bias."""
+    reward_clip: float = 20.0
+    """Bound on the absolute value of a reward, after bias and scaling."""
+    overlong_tokens: int | None = None
+    """The last so many of `max_new_tokens` cost a penalty that grows linearly; None: no penalty."""
+    overlong_penalty_factor: float = 1.0
+    """The penalty of a row that has used up `max_new_tokens`."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """The budget that the overlong penalty is counted from."""
+    check_trajectory_format: bool = False
+    """Check shapes, types and the key set of each result before it counts (contract, section 2)."""
 
     episode_timeout_s: float = Field(600.0, gt=0)
     group_deadline_s: float = Field(1800.0, gt=0)
@@ -114,6 +162,15 @@ class RunSettings(_Base):
     attempts_timeout: int = Field(2, ge=1)
     attempts_data: int = Field(1, ge=1)
     attempts_contract: int = Field(1, ge=1)
+    max_contract_errors: int = Field(8, ge=1)
+    """So many contract errors in a row, of slots or of groups, stop the run."""
+    failure_window: int = Field(100, ge=1)
+    """Over about how many ended slots the shares below are counted."""
+    max_failed_share_infra: float = Field(0.9, gt=0, le=1)
+    """Share of recent slots that failed for good with this kind; past it the run stops. 1: never."""
+    max_failed_share_timeout: float = Field(0.9, gt=0, le=1)
+    max_failed_share_data: float = Field(0.9, gt=0, le=1)
+    max_failed_share_contract: float = Field(0.9, gt=0, le=1)
     retry_backoff_s: float = Field(0.5, ge=0)
     """Wait before the second attempt; doubles with each further one, up to 30 s."""
     lease_s: float = Field(10.0, gt=0.5)
@@ -135,6 +192,9 @@ class RunSettings(_Base):
     """Needed for dumps: what decodes token ids to text."""
 
     _split_allowlist = field_validator("import_allowlist", mode="before")(_split)
+    _parse_norms = field_validator(
+        "reward_normalization", "trainer_reward_norm", "trainer_adv_norm", mode="before"
+    )(_json)  # fmt: skip
 
     @field_validator("import_allowlist")
     @classmethod
@@ -148,33 +208,67 @@ class RunSettings(_Base):
                 f"group_deadline_s={self.group_deadline_s:g} is below episode_timeout_s={self.episode_timeout_s:g}: "
                 "every group would end before its first episode may; raise the deadline or lower the time-out"
             )
-        if self.min_usable_group_size is not None and self.min_usable_group_size > self.group_size:
-            raise ValueError(
-                f"min_usable_group_size={self.min_usable_group_size} is above group_size={self.group_size}: "
-                "no group could ever be trained on"
-            )
-        if self.reward_normalization and self.min_usable_group_size == 1 and self.group_size >= 2:
-            raise ValueError(
-                "min_usable_group_size=1: rewards are normalized by group statistics, which need at least 2 usable "
-                "rollouts; raise it, leave it out, or turn reward_normalization off"
-            )
+        minimum_usable(
+            self.group_size,
+            self.min_usable_group_size,
+            self.norm,
+            self.trainer_reward_norm,
+            self.trainer_adv_norm,
+        )
+        self._check_shaping()
+        self._check_fleet()
         if self.dump_to_file and not self.tokenizer_path:
             raise ValueError("dump_to_file needs tokenizer_path, the model folder or name whose tokenizer decodes rows")
         return self
+
+    def _check_shaping(self) -> None:
+        names = {"bias": "reward_bias", "scaling": "reward_scaling", "clip": "reward_clip",
+                 "overlong_factor": "overlong_penalty_factor"}  # fmt: skip
+        try:
+            _ = self.shaping
+        except SettingsError as error:
+            name, equals, rest = str(error).partition("=")
+            raise ValueError(f"{names.get(name, name)}{equals}{rest}") from None
+
+    def _check_fleet(self) -> None:
+        groups = min(self.max_concurrent, self.capacity)
+        if self.fleet_slots is not None and groups * self.group_size > self.fleet_slots:
+            raise ValueError(
+                f"min(max_concurrent={self.max_concurrent}, capacity={self.capacity}) = {groups} groups of "
+                f"group_size={self.group_size} are {groups * self.group_size} slots, but the fleet runs at most "
+                f"fleet_slots={self.fleet_slots}: the others would wait while their deadline runs; set max_concurrent "
+                f"to {max(1, self.fleet_slots // self.group_size)}, or add workers and raise fleet_slots"
+            )
+
+    @property
+    def norm(self) -> NormConfig | None:
+        """`reward_normalization` as a rule."""
+        return norm_of(self.reward_normalization)
+
+    @property
+    def shaping(self) -> RewardShaping:
+        """What is done to each reward before it is normalized."""
+        return RewardShaping(
+            bias=self.reward_bias,
+            scaling=self.reward_scaling,
+            clip=self.reward_clip,
+            overlong_tokens=self.overlong_tokens,
+            overlong_factor=self.overlong_penalty_factor,
+            max_new_tokens=self.max_new_tokens,
+        )
 
     @property
     def capacity(self) -> int:
         """``(max_staleness + 1) * batches_per_version * batch_size`` groups."""
         return (self.max_staleness + 1) * self.batches_per_version * self.batch_size
 
+    def max_failed_share(self, kind: FailureKind) -> float:
+        """The share of recent slots with failures of `kind` past which the run stops."""
+        return float(getattr(self, f"max_failed_share_{kind.value}"))
+
     def attempts(self, kind: FailureKind) -> int:
         """Attempts that a slot has when it keeps failing with `kind`."""
-        return {
-            FailureKind.INFRA: self.attempts_infra,
-            FailureKind.TIMEOUT: self.attempts_timeout,
-            FailureKind.DATA: self.attempts_data,
-            FailureKind.CONTRACT: self.attempts_contract,
-        }[kind]
+        return int(getattr(self, f"attempts_{kind.value}"))
 
 
 class EngineSettings(_Base):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forebay import FailureKind, RejectReason
 from forebay.outcomes import ResultKind
+from forebay.reward_rules import RewardShaping, norm_of
 from forebay.wire.envelopes import GroupRules, GroupSummary, SlotHeader
 from forebay_collector.decision import Decision, decide
 
@@ -19,8 +20,8 @@ TASK = 7
 
 def verdict(*headers: SlotHeader, minimum: int = 1, drop: bool = False, normalize: bool = False) -> Decision:
     """The decision on a group of `headers`, in the order of their slots."""
-    rules = GroupRules(minimum, drop_incomplete_group=drop, reward_normalization=normalize)
-    return decide(TASK, len(headers), rules, {header.idx: header for header in headers})
+    rules = GroupRules(minimum, drop_incomplete_group=drop, reward_normalization=norm_of(normalize))
+    return decide(TASK, len(headers), rules, {header.idx: header for header in headers}, RewardShaping())
 
 
 def rewards(summary: GroupSummary) -> list[list[float | None]]:

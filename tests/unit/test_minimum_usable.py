@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from forebay.client import minimum_usable
 from forebay.errors import SubmitError
+from forebay.group_rules import minimum_usable
+from forebay.reward_rules import norm_of
 
 
 @pytest.mark.parametrize(
@@ -16,20 +17,20 @@ from forebay.errors import SubmitError
 )
 def test_derived(size: int, normalize: bool, want: int) -> None:
     """2 where group statistics normalize a group of at least 2, else 1; a group of one stays at 1."""
-    assert minimum_usable(size, normalize, None) == want
+    assert minimum_usable(size, None, norm_of(normalize)) == want
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("explicit", [2, 3, 4])
 def test_an_explicit_value_wins(normalize: bool, explicit: int) -> None:
     """Any value from 2 to the group's size is taken as it is."""
-    assert minimum_usable(4, normalize, explicit) == explicit
+    assert minimum_usable(4, explicit, norm_of(normalize)) == explicit
 
 
 def test_an_explicit_one() -> None:
     """1 is right without statistics, and for a group of one."""
-    assert minimum_usable(4, False, 1) == 1
-    assert minimum_usable(1, True, 1) == 1
+    assert minimum_usable(4, 1, None) == 1
+    assert minimum_usable(1, 1, norm_of(True)) == 1
 
 
 def test_one_contradicts_group_statistics() -> None:
@@ -37,7 +38,7 @@ def test_one_contradicts_group_statistics() -> None:
     with pytest.raises(
         SubmitError, match=r"min_usable_group_size=1: .* need at least 2 usable rollouts; raise it"
     ) as caught:
-        minimum_usable(4, True, 1)
+        minimum_usable(4, 1, norm_of(True))
     assert isinstance(caught.value, ValueError)
 
 
@@ -46,4 +47,4 @@ def test_one_contradicts_group_statistics() -> None:
 def test_out_of_range(normalize: bool, explicit: Any) -> None:
     """Contract 2: anything but an integer from 1 to the group's size is a ValueError with both numbers."""
     with pytest.raises(SubmitError, match=r"min_usable_group_size=.* from 1 to group_size=4"):
-        minimum_usable(4, normalize, explicit)
+        minimum_usable(4, explicit, norm_of(normalize))

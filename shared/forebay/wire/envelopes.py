@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from forebay.errors import FrameError
-from forebay.outcomes import FailureKind, ResultKind, SlotOutcome
+from forebay.outcomes import FailureKind, OnSlotError, ResultKind, SlotOutcome
+from forebay.reward_rules import NormConfig, norm_of
 from forebay.wire.rows import Row
 from forebay.wire.values import pack, unpack
 
@@ -69,10 +70,17 @@ class GroupRules(_Envelope):
     min_usable_group_size: int
     """Resolved at submit: usable rollouts below which the group is rejected."""
     drop_incomplete_group: bool = False
-    reward_normalization: bool = False
+    on_slot_error: str = OnSlotError.KEEP.value
+    reward_normalization: NormConfig | None = None
+    """None: rewards are not normalized. True stands for the rule at rollout time."""
     should_accept_fn: str | None = None
     """``module:name``; None: accept all."""
     is_eval: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the closed set, and build the nested rule."""
+        OnSlotError(self.on_slot_error)
+        self.reward_normalization = norm_of(self.reward_normalization)
 
 
 @dataclass(slots=True)
@@ -89,15 +97,27 @@ class RowSummary:
     reward: float | None
     original_reward: float | None = None
     truncated: bool | None = None
+    turns: int = 1
+    """Generation runs."""
+    completion: str | None = None
+    """Completion id of an interaction; None: a row of a tensor result."""
 
     @classmethod
     def of(cls, row: Row) -> RowSummary:
         """The summary of `row`."""
         head, tail = row.head_tail
-        trained = int(row.trained.sum())
         return cls(
-            row.seqlen, row.prompt_len, trained, head, tail, row.reward, row.original_reward, row.is_truncated
-        )  # fmt: skip
+            seqlen=row.seqlen,
+            prompt_len=row.prompt_len,
+            trained=int(row.trained.sum()),
+            head=head,
+            tail=tail,
+            reward=row.reward,
+            original_reward=row.original_reward,
+            truncated=row.is_truncated,
+            turns=row.turns,
+            completion=row.completion,
+        )
 
 
 def _row_summaries(forms: Sequence[Any]) -> list[RowSummary]:
@@ -128,6 +148,8 @@ class SlotHeader(_Envelope):
     worker: str = ""
     seconds: float = 0.0
     """The attempt, start to published."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds in each traced phase of the episode."""
 
     def __post_init__(self) -> None:
         """Check the closed sets."""
@@ -148,21 +170,14 @@ class RolloutSummary:
     attempt: int
     """Names the rows' key."""
     rows: list[RowSummary]
-    """With the rewards as normalized; the raw ones in ``original_reward``."""
+    """With the rewards as shaped, and as normalized where that is done; the raw ones in ``original_reward``."""
     reference: float | None = None
-    """``rollout_reward`` if the workflow supplied one."""
+    """The reference reward, as shaped: what the workflow supplied, else the common reward of its rows. None: they have
+    none in common, or have none."""
 
     def __post_init__(self) -> None:
         """Build the nested rows."""
         self.rows = _row_summaries(self.rows)
-
-    @property
-    def reference_reward(self) -> float | None:
-        """What was supplied, else the raw reward that its rows have in common; None if they differ or have none."""
-        if self.reference is not None:
-            return self.reference
-        raw = {row.reward if row.original_reward is None else row.original_reward for row in self.rows}
-        return raw.pop() if len(raw) == 1 else None
 
 
 @dataclass(slots=True)
@@ -174,9 +189,20 @@ class GroupSummary(_Envelope):
     rollouts: list[RolloutSummary]
     rewards_normalized: bool = False
     rows_bytes: int = 0
+    batch_norm: NormConfig | None = None
+    """A rule with statistics of the batch: the rewards here are as shaped, and are normalized when a batch is cut."""
+    result_kind: str = ResultKind.TENSOR.value
+    is_eval: bool = False
+    parent: int | None = None
+    """The evicted group whose prompt this one is."""
+    seconds: float = 0.0
+    """The longest of its counted attempts."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds in each traced phase, the mean of its usable slots."""
 
     def __post_init__(self) -> None:
         """Build the nested rollouts."""
+        self.batch_norm = norm_of(self.batch_norm)
         self.rollouts = [
             r if isinstance(r, RolloutSummary) else RolloutSummary(**_known(RolloutSummary, r)) for r in self.rollouts
         ]

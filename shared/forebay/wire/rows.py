@@ -39,6 +39,10 @@ class Row:
     reward: float | None = None
     original_reward: float | None = None
     is_truncated: bool | None = None
+    multi_modal: dict[str, np.ndarray[Any, Any]] | None = None
+    """What the row's images and the like were made into: ``pixel_values``, ``image_grid_thw``, ..."""
+    completion: str | None = None
+    """Completion id of an interaction; None: a row of a tensor result."""
     _trained: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -53,6 +57,12 @@ class Row:
             mask = self.tokens.get("loss_mask")
             self._trained = np.zeros(self.seqlen, dtype=np.bool_) if mask is None else mask.astype(np.bool_)
         return self._trained
+
+    @property
+    def turns(self) -> int:
+        """Runs of trained tokens."""
+        trained = self.trained
+        return int(trained[0]) + int((trained[1:] & ~trained[:-1]).sum())
 
     @property
     def prompt_len(self) -> int:
