@@ -7,11 +7,11 @@ import statistics
 from fractions import Fraction
 
 import pytest
+from forebay_collector.normalization import EPS, group_scale, normalize_group, reference_of
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from forebay.errors import ContractError
-from forebay_collector.normalization import EPS, group_scale, normalize_group, reference_of
 
 rewards = st.floats(-1e6, 1e6, width=32)
 rollout = st.tuples(st.lists(rewards, min_size=1, max_size=3), rewards)
