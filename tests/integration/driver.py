@@ -86,7 +86,7 @@ class Driver:
             reason="it failed",
         )  # fmt: skip
 
-    async def commit(self, task_id: int, version: int = 0, size: int = 2, reason: str = "") -> bool:
+    async def commit(self, task_id: int, version: int = 0, size: int = 2, reason: str = "", detail: str = "") -> bool:
         """Accept a group (reject it where there is a reason)."""
         rollouts = [
             RolloutSummary(idx, self.attempts.get((task_id, idx), 1), [RowSummary.of(a_row(version))])
@@ -95,8 +95,9 @@ class Driver:
         summary = GroupSummary(task_id, size, rollouts)
         decision = "rejected" if reason else "ready"
         return await self.store.commit(
-            self.epoch, task_id, decision, reason=reason, summary=summary.pack(), head=summary.head
-        )
+            self.epoch, task_id, decision, reason=reason, summary=summary.pack(), head=summary.head,
+            detail=detail,
+        )  # fmt: skip
 
     async def finish(self, count: int = 1, version: int = 0, size: int = 2) -> list[int]:
         """Submit groups and bring them to ready."""
