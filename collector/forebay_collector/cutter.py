@@ -7,6 +7,7 @@ shaped, so that the groups of a dissolved batch are normalized anew in the next 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import structlog
 
@@ -26,8 +27,11 @@ _EVICT_EVERY_S = 0.25
 class Cutter:
     """Cuts whenever enough groups are ready; at the end of the data, whatever is left."""
 
-    def __init__(self, store: Store, settings: RunSettings) -> None:
+    def __init__(self, store: Store, settings: RunSettings, cancelled: Callable[[int], None]) -> None:
+        """Make a cutter; `cancelled` is called with each evicted group, which may have been running."""
         self._store = store
+        self._early_cancel = settings.early_cancel
+        self._cancelled = cancelled
         self._batch_size = settings.batch_size
         self._looked = 0.0
 
@@ -37,12 +41,13 @@ class Cutter:
         cut = tries = 0
         while tries < _TRIES:  # a bound: each further try means that something changed under our hands
             # Counted before they are fetched: most wake-ups find too few, and a summary is not free.
-            count = await self._store.ready_count()
-            partial = count < self._batch_size
-            if not count or (partial and not await self._store.may_cut_partial()):
+            rule = await self._store.cut_rule()
+            partial = rule.ready < self._batch_size
+            due = not partial or rule.partial or (rule.dynamic and rule.settled >= self._batch_size)
+            if not rule.ready or not due:
                 break
             ready = await self._store.ready(self._batch_size)
-            if len(ready) < min(count, self._batch_size):
+            if len(ready) < min(rule.ready, self._batch_size):
                 tries += 1
                 continue
             groups = normalized_batch([GroupSummary.unpack(summary) for _, summary in ready])
@@ -61,8 +66,10 @@ class Cutter:
         if now - self._looked < _EVICT_EVERY_S:
             return
         self._looked = now
-        evicted = await self._store.evict_stale(epoch)
+        evicted = await self._store.evict_stale(epoch, running_too=self._early_cancel)
         if evicted:
+            for task_id in evicted:
+                self._cancelled(task_id)
             log.info("groups.evicted", count=len(evicted), task_ids=evicted[:20])
 
 

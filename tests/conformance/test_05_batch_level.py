@@ -13,13 +13,11 @@ from driver import Driver
 from helpers.building import decided, group_of, originals, rewards, row, usable
 from services import WORKFLOW, read, services
 
-from forebay import NormConfig
-from forebay.batches import BatchData
+from forebay import NormConfig, Rollouts
 from forebay.group_rewards import normalized_batch
 from forebay.reward_rules import ROLLOUT_NORM, RewardShaping
 from forebay.settings import RunSettings, Settings, load
 from forebay.store import Store
-from forebay.store.store import BatchEntry
 from forebay.wire.envelopes import BatchIndex, GroupRules, GroupSummary
 from forebay_collector.cutter import Cutter
 from forebay_collector.decision import decide
@@ -74,7 +72,7 @@ class TestBatchLevel:
 class TestTheBatchSaysSo:
     """5: the batch says rewards_normalized."""
 
-    def batch(self, *normalized: bool) -> BatchData:
+    def batch(self, *normalized: bool) -> Rollouts:
         """A batch of groups of one row, normalized or not."""
         found = [group_of({0: [row([1, 2])]}, task) for task in range(len(normalized))]
         groups = [
@@ -82,8 +80,7 @@ class TestTheBatchSaysSo:
             for (summary, _), known in zip(found, normalized, strict=True)
         ]
         rows = [one for _, some in found for one in some]
-        entry = BatchEntry("0-1", 1, b"", 0, redelivered=False)
-        return BatchData(1, 0, groups, partial=False, redelivered=False, rows=rows, entry=entry)
+        return Rollouts(version=0, groups=groups, rows=rows)
 
     @pytest.mark.parametrize(
         ("normalized", "want"), [((True, True), True), ((False, False), False), ((False, True), True)]
@@ -133,7 +130,7 @@ async def ready(driver: Driver, head: int, *given_rewards: float, norm: NormConf
 async def test_a_dissolved_batch_is_normalized_anew(driver: Driver) -> None:
     """5: statistics are computed again where a stale group dissolved the batch, before the first delivery."""
     norm = NormConfig(std_level=None)
-    cutter = Cutter(driver.store, load(RunSettings, batch_size=2))
+    cutter = Cutter(driver.store, load(RunSettings, batch_size=2), [].append)
     old = await ready(driver, 0, 0.0, 1.0, norm=norm)
     await driver.store.set_version(1)
     kept = await ready(driver, 1, 4.0, 7.0, norm=norm)

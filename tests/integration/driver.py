@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from forebay.outcomes import FailureKind, SlotOutcome
 from forebay.settings import RunSettings
 from forebay.store import Store
-from forebay.store.store import BatchEntry, RunStatus, Taken
+from forebay.store.records import BatchEntry, RunStatus, Taken
 from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import BatchIndex, GroupSummary, RolloutSummary, RowSummary, SlotHeader
 from forebay.wire.rows import Row, rows_from_tensors

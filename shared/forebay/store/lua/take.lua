@@ -2,7 +2,8 @@
 -- groups is stale it is dissolved, the fresh ones go back to ready. Once handed over it is frozen.
 -- ARGV: consumer group, consumer, id of the last entry that this reader got.
 -- Returns {'batch', entry id, batch id, index, version, redelivered}, {'end'} (end of data, nothing on its way),
--- {'blocked', version} (nothing can come before the version moves) or {'empty'}.
+-- {'stopped', reason} (the run has stopped itself), {'blocked', version} (nothing can come before the version moves) or
+-- {'empty'}.
 local name, consumer, after = ARGV[1], ARGV[2], ARGV[3]
 local stream = key('batches')
 
@@ -18,6 +19,7 @@ local function dissolve(entry, batch, tasks, version)
       call('ZADD', key('ready'), call('HGET', g, 'seq'), task)
     end
   end
+  call('HINCRBY', STATE, 'cut_batches', -1)
   call('UNLINK', batch_key(batch), batch_key(batch) .. ':tasks')
   call('XACK', stream, name, entry)
   call('XDEL', stream, entry)
@@ -27,10 +29,12 @@ end
 
 local function hand_over(tasks, batch)
   call('HSET', batch_key(batch), 'st', 'delivered')
-  call('HINCRBY', STATE, 'ahead', #tasks)
+  call('HINCRBY', STATE, 'cut_batches', -1)
+  call('HINCRBY', STATE, 'ahead', number('B', 1)) -- a partial one too: the trainer steps once for it
   for _, task in ipairs(tasks) do
     call('HDEL', key('cut'), task)
     call('HSET', group_key(task), 'st', 'delivered')
+    call('HDEL', group_key(task), 'spec', 'rules')
   end
   count('delivered', #tasks)
   count('batches_delivered')
@@ -68,6 +72,7 @@ end
 local queued, running = call('XLEN', key('prompts')), call('SCARD', key('running'))
 local waiting = call('ZCARD', key('ready')) + call('HLEN', key('cut'))
 if call('HEXISTS', STATE, 'eod') == 1 and queued + running + waiting == 0 then return {'end'} end
-local limit = (number('s', 0) + 1) * number('k', 1) * number('B', 1)
-if number('ahead', 0) >= limit then return {'blocked', call('HGET', STATE, 'version')} end
+local stopped = call('HGET', STATE, 'stopped')
+if stopped then return {'stopped', stopped} end
+if number('ahead', 0) >= capacity() then return {'blocked', call('HGET', STATE, 'version')} end
 return {'empty'}
