@@ -1,4 +1,8 @@
-"""Cuts batches from ready groups, oldest first (contract, section 6)."""
+"""Cuts batches from ready groups, oldest first (contract, section 6).
+
+Rewards that take statistics of the batch are normalized here, in the batch's index alone: what waits in Redis stays as
+shaped, so that the groups of a dissolved batch are normalized anew in the next (contract, section 5).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from forebay.group_rewards import normalized_batch
 from forebay.settings import RunSettings
 from forebay.store.store import Store
 from forebay.wire.envelopes import BatchIndex, GroupSummary
@@ -45,7 +50,7 @@ class Cutter:
             if len(ready) < min(rule.ready, self._batch_size):
                 tries += 1
                 continue
-            groups = [GroupSummary.unpack(summary) for _, summary in ready]
+            groups = normalized_batch([GroupSummary.unpack(summary) for _, summary in ready])
             index = BatchIndex(groups, partial=partial, metrics=metrics(groups))
             batch_id = await self._store.cut(epoch, index.pack(), [task_id for task_id, _ in ready])
             if batch_id is None:

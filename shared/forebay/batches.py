@@ -75,6 +75,20 @@ class Rollouts:
         return Rollouts(version=self.version, groups=[self.groups[place] for place in places], rows=rows)
 
     @property
+    def normalized_groups(self) -> list[bool]:
+        """For each group, whether its rewards are normalized already."""
+        return [group.rewards_normalized for group in self.groups]
+
+    @property
+    def rewards_normalized(self) -> bool:
+        """Whether rewards are normalized already, so that a trainer must not do it again (contract, section 5).
+
+        True where those of any group are. Groups differ only where they were submitted so; `normalized_groups` says
+        which are.
+        """
+        return any(self.normalized_groups)
+
+    @property
     def tokens(self) -> int:
         """Real tokens, prompts included."""
         return sum(row.seqlen for row in self.rows)
@@ -232,7 +246,7 @@ def _rows_of(groups: Sequence[GroupSummary], frames: list[bytes]) -> list[Row]:
     summaries = [rollout for group in groups for rollout in group.rollouts]
     for rollout, frame in zip(summaries, frames, strict=True):
         for row, summary in zip(decode_rows(frame), rollout.rows, strict=True):
-            # The rows were written before the group was normalized: the summary has the rewards that count.
+            # The rows were written before rewards were shaped and normalized: the summary has those that count.
             row.reward, row.original_reward = summary.reward, summary.original_reward
             out.append(row)
     return out

@@ -156,11 +156,11 @@ class TestContradictions:
                 {"group_deadline_s": 10, "episode_timeout_s": 20.5},
                 r"group_deadline_s=10 is below episode_timeout_s=20\.5: .*raise the deadline or lower the time-out",
             ),
-            ({"group_size": 4, "min_usable_group_size": 5}, "min_usable_group_size=5 is above group_size=4"),
+            ({"group_size": 4, "min_usable_group_size": 5}, "min_usable_group_size=5: must be an integer from 1 to group_size=4"),
             ({"dump_to_file": True}, "dump_to_file needs tokenizer_path"),
             (
                 {"group_size": 4, "min_usable_group_size": 1, "reward_normalization": True},
-                "min_usable_group_size=1: rewards are normalized by group statistics, which need at least 2",
+                r"min_usable_group_size=1: statistics of the group \(by reward_normalization\) need at least 2 usable",
             ),
         ],
     )
