@@ -301,6 +301,8 @@ class Watch:
 def explain(status: RunStatus, settings: RunSettings) -> str:
     """One line on what the next batch waits for."""
     where = f"{status.queued} groups queued, {status.running} running, {status.ready} of {settings.batch_size} ready"
+    if direct := status.direct_queued + status.direct_running:
+        where += f"; {direct} groups to be collected by id queued or running"
     if status.stopped is not None:
         return f"the run has stopped itself: {status.stopped}; mend the cause, then `forebay resume`"
     if not status.collector_alive:
@@ -312,6 +314,6 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
         return f"no worker is alive ({where}); start one with `forebay worker`"
     if not status.servers:
         return f"no inference server is registered ({where}); set FOREBAY_SERVERS for the workers"
-    if status.running == 0 and status.ready < settings.batch_size and status.queued == 0:
+    if status.running == direct == 0 and status.ready < settings.batch_size and status.queued == 0:
         return f"too few groups for a batch ({where}); submit more, or end the data (`forebay end`)"
     return where

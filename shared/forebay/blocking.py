@@ -229,6 +229,10 @@ class Client:
         """Tell the run that the policy is at `version`. Raises VersionError if that would go backwards."""
         self._loop.run(self._client.set_version(version))
 
+    def recover(self, version: int) -> None:
+        """A trainer begins again from a checkpoint of `version`, which may be older than the run's."""
+        self._loop.run(self._client.recover(version))
+
     def version(self) -> int:
         """The policy version in force."""
         return self._loop.run(self._client.version())

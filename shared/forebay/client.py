@@ -251,6 +251,15 @@ class AsyncClient:
         check_version(version)
         await self._store.set_version(version)
 
+    async def recover(self, version: int) -> None:
+        """A trainer begins again from a checkpoint of `version`, which may be older than the run's.
+
+        What it was handed and had not trained on no longer counts as ahead of the version; batches that it had not
+        acknowledged come again, and count again.
+        """
+        check_version(version)
+        await self._store.recover(version)
+
     async def version(self) -> int:
         """The policy version in force."""
         return await self._store.version()

@@ -142,6 +142,11 @@ class Keys:
         """List of at most one entry: something changed that may let a batch be cut."""
         return self._key("wake:cutter")
 
+    @property
+    def wake_jobs(self) -> str:
+        """List of at most one entry: slot jobs were queued."""
+        return self._key("wake:jobs")
+
     def group(self, task_id: int) -> str:
         """Hash: one group; after its end a tombstone that expires."""
         return self._key(f"group:{task_id}")

@@ -320,8 +320,9 @@ class Store:
         ]
 
     async def wait_for_wake(self, name: str, timeout_s: float) -> None:
-        """Wait until ``admission`` or ``cutter`` is woken, or `timeout_s` has passed."""
-        key = {"admission": self.keys.wake_admission, "cutter": self.keys.wake_cutter}[name]
+        """Wait until ``admission``, ``cutter`` or ``jobs`` is woken, or `timeout_s` has passed."""
+        keys = self.keys
+        key = {"admission": keys.wake_admission, "cutter": keys.wake_cutter, "jobs": keys.wake_jobs}[name]
         wait_s = min(timeout_s, _BLOCK_MAX_S)
         # redis-py wants whole seconds here, the server does not.
         await self._ride(lambda: cast("Awaitable[Any]", self._redis.blpop([key], timeout=cast("int", wait_s))))
@@ -401,6 +402,10 @@ class Store:
                 f"version {version} is below the run's version {int(current)}; versions only grow: "
                 "resume from a checkpoint of that version or later, or use a new trial_name"
             )
+
+    async def recover(self, version: int) -> int:
+        """A trainer begins again at `version`, which may be an older one: the version before."""
+        return int(await self._run("recover", version))
 
     async def version(self) -> int:
         """The version in force; 0 before the first."""

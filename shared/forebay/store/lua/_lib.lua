@@ -59,6 +59,7 @@ local function fail_attempt(task, idx, attempt, kind, now)
   if fails >= number('attempts:' .. kind, 1) then return 'final' end
   local wait = math.min(number('backoff_ms', 500) * 2 ^ (fails - 1), MAX_BACKOFF_MS)
   enqueue(task, idx, attempt + 1, now + wait)
+  if wait < 100 then wake('jobs') end
   count('retries:' .. kind)
   return 'retry'
 end

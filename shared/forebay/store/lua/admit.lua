@@ -32,4 +32,5 @@ local left = math.min(capacity() - used, number('max_concurrent', 1) - running)
 local started = start('prompts', 'running', math.min(left, most))
 local direct_left = number('max_direct', 0) - call('SCARD', key('running:direct'))
 local direct = start('prompts:direct', 'running:direct', math.min(direct_left, most))
+if started + direct > 0 then wake('jobs') end
 return {started + direct, left - started}

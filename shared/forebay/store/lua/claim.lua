@@ -34,4 +34,6 @@ while #claimed < most do
     end
   end
 end
+-- A wake-up wakes one worker: what it has no room for, another shall look at.
+if #claimed >= most and call('ZCOUNT', queue, '-inf', now) > 0 then wake('jobs') end
 return {claimed, specs}

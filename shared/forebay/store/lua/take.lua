@@ -27,10 +27,18 @@ local function dissolve(entry, batch, tasks, version)
   wake('cutter')
 end
 
+-- A batch counts as handed over ahead of the version once, and once more for a trainer that began again since. A
+-- partial one counts whole: the trainer steps once for it.
+local function count_ahead(batch)
+  local recoveries = tostring(number('recoveries', 0))
+  if call('HGET', batch_key(batch), 'counted') == recoveries then return end
+  call('HSET', batch_key(batch), 'counted', recoveries)
+  call('HINCRBY', STATE, 'ahead', number('B', 1))
+end
+
 local function hand_over(tasks, batch)
   call('HSET', batch_key(batch), 'st', 'delivered')
   call('HINCRBY', STATE, 'cut_batches', -1)
-  call('HINCRBY', STATE, 'ahead', number('B', 1)) -- a partial one too: the trainer steps once for it
   for _, task in ipairs(tasks) do
     call('HDEL', key('cut'), task)
     call('HSET', group_key(task), 'st', 'delivered')
@@ -64,6 +72,7 @@ for _ = 1, 1000 do
       dissolve(entry, batch, tasks, version)
     else
       if not again then hand_over(tasks, batch) end
+      count_ahead(batch)
       return {'batch', entry, batch, index, call('HGET', STATE, 'version'), again and 1 or 0}
     end
   end
