@@ -1,8 +1,8 @@
 """What becomes of an assembled group: a pure function of its slots' headers (contract, section 4.4).
 
 The order is the contract's: no usable slot, incomplete, below the minimum, a missing reward, a contract error;
-then the rewards are shaped, and normalized unless that takes statistics of the batch. ``should_accept_fn`` and freshness
-come after, elsewhere.
+then the rewards are shaped, and normalized unless that takes statistics of the batch. ``should_accept_fn`` and
+freshness come after, elsewhere.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def minimum_usable(
         raise SubmitError(f"min_usable_group_size={explicit!r}: must be an integer from 1 to group_size={group_size}")
     if users and explicit < 2:
         raise SubmitError(
-            f"min_usable_group_size={explicit}: statistics of the group (by {' and '.join(users)}) need at least 2 usable "
-            "rollouts; raise it, leave it out, or normalize by the batch"
+            f"min_usable_group_size={explicit}: statistics of the group (by {' and '.join(users)}) need at least 2 "
+            "usable rollouts; raise it, leave it out, or normalize by the batch"
         )
     return explicit

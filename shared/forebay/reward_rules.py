@@ -1,7 +1,7 @@
 """The settings of reward shaping and normalization (contract, section 5); :mod:`forebay.normalization` does it.
 
-The bounds of ``clip`` and ``eps`` are chosen so that whatever is shaped and normalized stays finite in float32, the type
-of rewards in tensors: at most ``2 * 1e20 / 1e-12``.
+The bounds of ``clip`` and ``eps`` are chosen so that whatever is shaped and normalized stays finite in float32, the
+type of rewards in tensors: at most ``2 * 1e20 / 1e-12``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Proved elsewhere, by name:
   ``TestSlots``; the words of the closed sets: ``unit/test_public_api.py::TestNames::test_words_on_the_wire``.
 - 4.3 (first valid result, duplicates): ``integration/test_store.py::TestSlots::test_first_valid_result_wins`` and
   ``test_late_first_attempt_still_wins_while_open``, ``unit/test_assembler.py::test_contract_4_3_*``.
-- 4.4 (each reason alone): ``unit/test_decision.py::TestReasons``; usable slots once each, in order: ``TestUsableSlots``;
+- 4.4 (each reason alone): ``unit/test_decision.py::TestReasons``; usable slots once, in order: ``TestUsableSlots``;
   the group's deadline: ``integration/test_store.py::TestReaper::test_deadline_closes_the_group``.
 - 4.6 (bad values): ``unit/test_minimum_usable.py``.
 - 4.8 (bad groups): ``unit/test_tensors.py::TestRolloutGroup``. Numbers of normalization: ``test_05_rewards.py``.
@@ -71,7 +71,7 @@ async def counted(client: AsyncClient, name: str) -> None:
         await asyncio.sleep(0.02)
 
 
-# -- 4.2 ------------------------------------------------------------------------------------------------------------------
+# -- 4.2 --------------------------------------------------------------------------------------------------------------
 
 
 class TestOutcomes:
@@ -113,7 +113,7 @@ class TestOutcomes:
             GroupRules(1, on_slot_error="drop_all")
 
 
-# -- 4.3 ------------------------------------------------------------------------------------------------------------------
+# -- 4.3 --------------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(1, 8), min_size=2, max_size=30))
@@ -152,7 +152,7 @@ def test_case_19_a_group_is_of_one_prompt(seed: int, sizes: list[int]) -> None:
         assert decision.summary.task == task
 
 
-# -- 4.4 ------------------------------------------------------------------------------------------------------------------
+# -- 4.4 --------------------------------------------------------------------------------------------------------------
 
 
 def page_reason(headers: Mapping[int, SlotHeader], rules: GroupRules) -> RejectReason | None:
@@ -285,7 +285,7 @@ async def test_normalization_comes_before_the_filter(driver: Driver) -> None:
     assert (seen["rewards"].tolist(), seen["original_rewards"].tolist()) == ([0.0, 0.0], [1.0, 1.0])
 
 
-# -- 4.5 ------------------------------------------------------------------------------------------------------------------
+# -- 4.5 --------------------------------------------------------------------------------------------------------------
 
 
 class TestInteractions:
@@ -322,7 +322,7 @@ class TestInteractions:
         assert verdict(usable(TASK, 0), failed(TASK, 1)).reason is None
 
 
-# -- 4.6 ------------------------------------------------------------------------------------------------------------------
+# -- 4.6 --------------------------------------------------------------------------------------------------------------
 
 NORMS: dict[str, NormConfig | None] = {
     "none": None,
@@ -375,7 +375,7 @@ class TestMinimumUsable:
         values = dict(zip(("reward_normalization", "trainer_reward_norm", "trainer_adv_norm"), names, strict=True))
         options: dict[str, Any] = {name: NORMS[value] or False for name, value in values.items()}
         if page_minimum(4, 1, names) is None:
-            with pytest.raises(SettingsError, match="min_usable_group_size=1: .* need at least 2") as caught:
+            with pytest.raises(SettingsError, match=r"min_usable_group_size=1: .* need at least 2") as caught:
                 load(RunSettings, group_size=4, min_usable_group_size=1, **options)
             assert isinstance(caught.value, ValueError)
             blamed = [name for name, value in values.items() if "group" in value]
@@ -411,7 +411,7 @@ async def test_case_28_from_the_workflow_to_the_decision(redis_url: str, run_nam
     assert (group.sample_idx, rewards(batch.groups[0])) == ((0,), [0.0])
 
 
-# -- 4.7 ------------------------------------------------------------------------------------------------------------------
+# -- 4.7 --------------------------------------------------------------------------------------------------------------
 
 
 async def test_a_group_of_one(redis_url: str, run_name: str) -> None:
@@ -434,7 +434,7 @@ async def test_a_group_of_one(redis_url: str, run_name: str) -> None:
     assert one.metrics["rollout/usable_group_size"] == 1.0
 
 
-# -- 4.8 ------------------------------------------------------------------------------------------------------------------
+# -- 4.8 --------------------------------------------------------------------------------------------------------------
 
 
 class TestRolloutGroups:
@@ -467,9 +467,7 @@ class TestRolloutGroups:
             assert group == whole.rollout_groups[place]
             assert group.row_counts == tuple(counts[place])
         found = [one.tokens["input_ids"].tolist() for one in part.rows]
-        assert found == [
-            [task, idx, at] for task in places for idx, n in enumerate(counts[task]) for at in range(n)
-        ]
+        assert found == [[task, idx, at] for task in places for idx, n in enumerate(counts[task]) for at in range(n)]
 
     def test_usable_size_counts_rollouts(self) -> None:
         """4.8: the minimum is of rollouts: a single one of many rows does not reach 2."""

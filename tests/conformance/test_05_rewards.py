@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from helpers.building import decided, failed, originals, rewards, usable
-from helpers.reward_page import Refused, page_normalized, page_rollout, page_scale
+from helpers.reward_page import RefusedError, page_normalized, page_rollout, page_scale
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ from forebay.reward_rules import ROLLOUT_NORM, RewardShaping
 from forebay.settings import RunSettings, load
 from forebay.wire.envelopes import GroupSummary, SlotHeader
 
-# -- strategies and helpers -----------------------------------------------------------------------------------------------
+# -- strategies and helpers -------------------------------------------------------------------------------------------
 
 LEVELS = (None, "group", "batch")
 values = st.sampled_from([-1.0, 0.0, 0.1, 1.0, 3.0]) | st.floats(-20, 20, width=32)
@@ -86,7 +86,7 @@ def close(got: Sequence[float | None], want: Sequence[Fraction], norm: NormConfi
     assert got == pytest.approx([float(value) for value in want], rel=1e-12, abs=2**-50 * (largest + 1) / smallest)
 
 
-# -- shaping --------------------------------------------------------------------------------------------------------------
+# -- shaping ----------------------------------------------------------------------------------------------------------
 
 
 class TestShaping:
@@ -162,7 +162,7 @@ class TestShaping:
         given_rewards, trained = [reward for reward, _ in rows], [count for _, count in rows]
         try:
             want = page_rollout(given_rewards, trained, supplied, shaping)
-        except Refused:
+        except RefusedError:
             with pytest.raises(ContractError, match="supply one finite rollout_reward"):
                 shape_rollout(given_rewards, trained, supplied, shaping, normalizing=True)
             return
@@ -225,7 +225,7 @@ class TestReferences:
         assert [rollout.reference for rollout in free.summary.rollouts] == [None, 1.0]
 
 
-# -- normalization --------------------------------------------------------------------------------------------------------
+# -- normalization ----------------------------------------------------------------------------------------------------
 
 
 class TestRolloutNorm:
@@ -428,7 +428,7 @@ class TestCase14:
         assert flat(normalize([singles(1.0, 3.0), singles(5.0)], ROLLOUT_NORM)) == pytest.approx([-1, 1, 0], abs=2e-8)
 
 
-# -- through the collector ------------------------------------------------------------------------------------------------
+# -- through the collector --------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -467,7 +467,7 @@ def test_headers_to_batch_against_the_page(
                     for h in chosen
                 ]
             )
-        except Refused:
+        except RefusedError:
             assert decision.reason is RejectReason.CONTRACT_ERROR
             continue
         assert decision.reason is None

@@ -13,7 +13,7 @@ Rollout = tuple[Sequence[Fraction], Fraction]
 """The rows' rewards of a rollout, and its reference."""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The page says contract error."""
 
 
@@ -41,7 +41,7 @@ def page_rollout(
     if supplied is not None:
         return rows, page_shaped(Fraction(supplied), shaping)
     if len(set(raw)) > 1 or len(set(penalized)) > 1:
-        raise Refused
+        raise RefusedError
     return rows, rows[0]
 
 

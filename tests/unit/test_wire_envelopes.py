@@ -141,7 +141,9 @@ def test_a_rule_in_a_message(form: Any, want: NormConfig | None) -> None:
     """A rule may have fields that this release does not know, lack some, or be the word of an older one."""
     packed = pack({"min_usable_group_size": 1, "reward_normalization": form})
     assert GroupRules.unpack(packed).reward_normalization == want
-    assert GroupSummary.unpack(pack({"task": 1, "group_size": 1, "rollouts": [], "batch_norm": form})).batch_norm == want
+    assert (
+        GroupSummary.unpack(pack({"task": 1, "group_size": 1, "rollouts": [], "batch_norm": form})).batch_norm == want
+    )
 
 
 @pytest.mark.parametrize("form", [3, "group", [], {"mean_level": "token"}, {"eps": "small"}])

@@ -52,7 +52,7 @@ def _known(cls: Any, form: Any) -> dict[str, Any]:
 
 
 def _norm(form: Any) -> NormConfig | None:
-    """The rule in a message, whose fields may be more than this release knows; what users write is checked elsewhere."""
+    """The rule in a message, which may have more fields than this release knows; what users write is checked."""
     return norm_of(NormConfig(**_known(NormConfig, form)) if isinstance(form, dict) else form)
 
 
