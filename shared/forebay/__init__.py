@@ -4,12 +4,14 @@ What users import. Light: no torch, no arq, no web server is imported from here.
 """
 
 from forebay import workflow_context
+from forebay.agents import AgentWorkflow
 from forebay.batches import AsyncBatch, AsyncBatchStream
 from forebay.blocking import Batch, BatchStream, Client
 from forebay.client import AsyncClient
 from forebay.errors import ForebayError
 from forebay.generation import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse, StopReason
 from forebay.interactions import Interaction, InteractionWithTokenLogpReward
+from forebay.notices import ForebayWarning
 from forebay.options import GroupOptions
 from forebay.outcomes import FailureKind, GroupState, RejectReason, SlotOutcome
 from forebay.reward_rules import NormConfig
@@ -21,6 +23,7 @@ from forebay.workflow import RolloutWorkflow, WorkflowLike
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgentWorkflow",
     "AsyncBatch",
     "AsyncBatchStream",
     "AsyncClient",
@@ -31,6 +34,7 @@ __all__ = [
     "EngineSettings",
     "FailureKind",
     "ForebayError",
+    "ForebayWarning",
     "GenerationHyperparameters",
     "GroupOptions",
     "GroupState",

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from forebay.batches import AsyncBatchStream
-from forebay.errors import SubmitError, VersionError, WeightUpdateError
+from forebay.errors import SubmitError, VersionError, WeightUpdateError, WorkflowError
 from forebay.options import GroupOptions, resolve_rules
 from forebay.settings import EngineSettings, RunSettings, Settings, load
 from forebay.store.store import RunStatus, Store
 from forebay.weights import UpdatePhase, WeightUpdateResult, update_weights_from_disk
 from forebay.wire.envelopes import GroupSpec
 from forebay.wire.values import encode_plain
-from forebay.workflow import WorkflowLike, name_workflow
+from forebay.workflow import WorkflowKind, WorkflowLike, name_workflow
 
 __all__ = ["AsyncClient"]
 
@@ -92,8 +92,13 @@ class AsyncClient:
     def _spec(self, data: dict[str, Any], workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None) -> GroupSpec:
         if not isinstance(data, dict):
             raise SubmitError(f"data is a {type(data).__name__}; a prompt is a dict")
-        name, kwargs = name_workflow(workflow, workflow_kwargs, self.run_settings.import_allowlist)
-        return GroupSpec(workflow=name, kwargs=kwargs, data=encode_plain(data))
+        named = name_workflow(workflow, workflow_kwargs, self.run_settings.import_allowlist)
+        if named.kind is WorkflowKind.AGENT:
+            raise WorkflowError(
+                f"{named.name} is an agent: this release has no proxy for the model calls of agents; write a "
+                "RolloutWorkflow, whose arun_episode calls engine.agenerate"
+            )
+        return GroupSpec(workflow=named.name, kwargs=named.kwargs, data=encode_plain(data))
 
     async def end_of_data(self) -> None:
         """Say that nothing more will be submitted: the last batch may be partial, and readers come to an end.

@@ -27,6 +27,7 @@ from forebay.errors import (
 )
 from forebay.generation import InferenceEngine
 from forebay.outcomes import FailureKind, SlotOutcome
+from forebay.pretrained import PretrainedCache
 from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import GroupSpec, RowSummary
 from forebay.wire.rows import rows_from_tensors
@@ -61,6 +62,7 @@ class WorkflowCache:
         self._entries = entries
         self._built: OrderedDict[tuple[str, bytes], RolloutWorkflow] = OrderedDict()
         self._lock = asyncio.Lock()
+        self._pretrained = PretrainedCache()
 
     async def get(self, spec: GroupSpec) -> RolloutWorkflow:
         """The workflow of `spec`, built on first use. Raises WorkflowError."""
@@ -69,7 +71,9 @@ class WorkflowCache:
             found = self._built.get(key)
             if found is None:
                 # In a thread: loading a tokenizer takes seconds, and leases must be renewed meanwhile.
-                found = await asyncio.to_thread(build_workflow, spec.workflow, spec.kwargs, self._allowlist)
+                found = await asyncio.to_thread(
+                    build_workflow, spec.workflow, spec.kwargs, self._allowlist, self._pretrained
+                )
                 self._built[key] = found
                 # What it has loaded stays: a tokenizer and torch are a million objects that every full collection
                 # would walk again.
