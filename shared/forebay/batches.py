@@ -67,7 +67,7 @@ class BatchData:
         """Real tokens, prompts included."""
         return sum(row.seqlen for row in self.rows)
 
-    def arrays(self, *, pad_token_id: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    def arrays(self, *, pad_token_id: int = 0) -> dict[str, Any]:
         """All rows as numpy arrays [B, S], padded to the right (contract, section 3)."""
         return pad_rows(self.rows, pad_token_id=pad_token_id)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.building import row
 
-from forebay import RolloutGroup
+from forebay import ForebayWarning, RolloutGroup
 from forebay.errors import ContractError
 from forebay.wire.rows import Row
 from forebay.wire.tensors import pad_rows, to_torch
@@ -76,7 +76,8 @@ class TestPadding:
         """A key, a reward or a flag that some row lacks is absent, whichever row comes first."""
         full, bare = row([1, 2], truncated=True), row([3, 4], reward=None)
         full.tokens["turn_ids"] = np.zeros(2, dtype=np.int32)
-        arrays = pad_rows([full, bare] if first == 0 else [bare, full])
+        with pytest.warns(ForebayWarning, match="not all rows carry them: is_truncated, rewards, turn_ids"):
+            arrays = pad_rows([full, bare] if first == 0 else [bare, full])
         assert set(arrays) == {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}
 
     @pytest.mark.parametrize("first", [0, 1])

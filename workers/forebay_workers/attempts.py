@@ -26,13 +26,14 @@ from forebay.errors import (
     WorkflowContractError,
 )
 from forebay.generation import InferenceEngine
-from forebay.outcomes import FailureKind, SlotOutcome
+from forebay.interactions import rows_from_result
+from forebay.outcomes import FailureKind, ResultKind, SlotOutcome
 from forebay.pretrained import PretrainedCache
 from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import GroupSpec, RowSummary
-from forebay.wire.rows import rows_from_tensors
 from forebay.wire.values import decode_plain, pack
 from forebay.workflow import RolloutWorkflow, build_workflow
+from forebay_workers.format_check import FormatCheck
 
 __all__ = ["Ended", "WorkflowCache", "classify", "run_attempt"]
 
@@ -48,7 +49,9 @@ class Ended:
     kind: FailureKind | None = None
     reason: str = ""
     traceback: str = ""
+    result_kind: ResultKind = ResultKind.TENSOR
     keys: tuple[str, ...] = ()
+    """Of a tensor result."""
     rows: tuple[RowSummary, ...] = ()
     reference: float | None = None
     frame: bytes | None = None
@@ -94,6 +97,7 @@ async def run_attempt(
     timeout_s: float,
     max_rows_bytes: int,
     max_inline_tokens: int,
+    check: FormatCheck | None = None,
 ) -> Ended:
     """Run the episode. Never raises but on cancellation."""
     try:
@@ -110,6 +114,8 @@ async def run_attempt(
                 raise
         if result is None:
             return Ended(SlotOutcome.REJECTED)
+        if check is not None:
+            await check(spec.workflow, result)
         return await _usable(result, max_rows_bytes, max_inline_tokens)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
@@ -125,8 +131,8 @@ async def _usable(result: Any, max_rows_bytes: int, max_inline_tokens: int) -> E
         raise WorkflowContractError(f"arun_episode returned a {type(result).__name__}; expected a dict or None")
     if not result:
         raise WorkflowContractError("arun_episode returned an empty dict; return None to reject the episode")
-    rows, reference = rows_from_tensors(result)
-    if sum(row.seqlen for row in rows) > max_inline_tokens:
+    kind, rows, reference = rows_from_result(result)
+    if sum(row.seqlen for row in rows) > max_inline_tokens or any(row.multi_modal for row in rows):
         frame = await asyncio.to_thread(encode_rows, rows)
     else:
         frame = encode_rows(rows)
@@ -134,7 +140,8 @@ async def _usable(result: Any, max_rows_bytes: int, max_inline_tokens: int) -> E
         raise SlotDataError(f"the rows take {len(frame)} bytes, above max_rows_bytes={max_rows_bytes}")
     return Ended(
         SlotOutcome.USABLE,
-        keys=tuple(sorted(str(name) for name in result)),
+        result_kind=kind,
+        keys=tuple(sorted(str(name) for name in result)) if kind is ResultKind.TENSOR else (),
         rows=tuple(RowSummary.of(row) for row in rows),
         reference=reference,
         frame=frame,
