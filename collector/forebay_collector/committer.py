@@ -23,6 +23,7 @@ from forebay_collector.accept import AcceptFilter
 from forebay_collector.assembler import Assembled
 from forebay_collector.decision import Decision, decide
 from forebay_collector.dump import Dumper
+from forebay_collector.uneven_keys import UnevenKeys
 
 __all__ = ["Committer"]
 
@@ -37,9 +38,11 @@ class Committer:
         self._shaping = shaping
         self._accept = accept
         self._dumper = dumper
+        self._uneven_keys = UnevenKeys()
 
     async def commit(self, epoch: int, group: Assembled) -> None:
         """Decide, dump, commit. Raises FencedError, ConnectionLostError."""
+        self._uneven_keys.warn(group.task_id, group.headers.values())
         decision = decide(group.task_id, group.group_size, group.rules, group.headers, self._shaping)
         needs_rows = self._dumper.on or (decision.reason is None and group.rules.should_accept_fn is not None)
         rows: list[Row] | None = None

@@ -17,6 +17,7 @@ from forebay.outcomes import FailureKind, GroupState, RejectReason, SlotOutcome
 from forebay.reward_rules import NormConfig
 from forebay.rewards import AsyncRewardWrapper
 from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.trajectories import TrajBatchMeta, concat_padded_tensors
 from forebay.wire.tensors import RolloutGroup
 from forebay.workflow import RolloutWorkflow, WorkflowLike
 
@@ -51,8 +52,10 @@ __all__ = [
     "Settings",
     "SlotOutcome",
     "StopReason",
+    "TrajBatchMeta",
     "WorkflowLike",
     "__version__",
+    "concat_padded_tensors",
     "load",
     "workflow_context",
 ]

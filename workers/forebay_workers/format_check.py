@@ -1,4 +1,4 @@
-"""``check_trajectory_format`` on a worker: each result against the page, and against the workflow's first in the run."""
+"""``check_trajectory_format`` on a worker: each result as the page has it, and like the workflow's first."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from forebay.notices import ForebayWarning
 from forebay.wire.multi_modal import to_torch_dict
 from forebay.wire.rows import PADDING, Row
 
-__all__ = ["NEVER_DROPPED", "RolloutGroup", "common_keys", "pad_rows", "to_torch"]
+__all__ = ["NEVER_DROPPED", "RolloutGroup", "common_keys", "pad_rows", "to_torch", "warn_of"]
 
 NEVER_DROPPED = frozenset({"multi_modal_input", "mm_token_type_ids"})
 """Keys that a text row between rows with images lacks for a good reason: it has an empty dict, and tokens of type 0.
@@ -67,6 +67,16 @@ def common_keys(rows: Sequence[Row]) -> tuple[frozenset[str], tuple[str, ...]]:
     return frozenset(kept), tuple(sorted(names - kept))
 
 
+def warn_of(dropped: Sequence[str]) -> None:
+    """A ForebayWarning of keys that are left out; Python shows the same one once."""
+    if dropped:
+        warnings.warn(
+            f"left out of the tensors, because not all rows carry them: {', '.join(dropped)}",
+            ForebayWarning,
+            stacklevel=2,
+        )
+
+
 def _row_value(row: Row, key: str) -> Any:
     if key == "original_rewards" and row.original_reward is None:
         return row.reward  # a reward that was never changed is the raw one
@@ -91,12 +101,8 @@ def pad_rows(
         return {}
     if keys is None:
         keys, dropped = common_keys(rows)
-        if dropped and warn:
-            warnings.warn(
-                f"left out of the tensors, because not all rows carry them: {', '.join(dropped)}",
-                ForebayWarning,
-                stacklevel=2,
-            )
+        if warn:
+            warn_of(dropped)
     width = max(row.seqlen for row in rows)
     out: dict[str, Any] = {}
     for name in dict.fromkeys(name for row in rows for name in row.tokens if name in keys):
