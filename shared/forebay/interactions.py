@@ -80,9 +80,8 @@ def _integers(what: str, values: Sequence[int], least: int) -> np.ndarray[Any, A
     if array.dtype.kind not in "iu":
         raise WorkflowContractError(f"{what} is no integer of 64 bits")
     if array.min() < least or array.max() >= 2**31:
-        raise SlotDataError(
-            f"{what} is {array.min() if array.min() < least else array.max()}; it must fit int32 and be at least {least}"
-        )
+        bad = array.min() if array.min() < least else array.max()
+        raise SlotDataError(f"{what} is {bad}; it must be at least {least} and fit int32")
     return array.astype(np.int32)
 
 

@@ -1,8 +1,8 @@
 """Trajectories, one group's tensor dict each, and batches of them (contract, sections 3 and 4.8).
 
 What belongs to which group and rollout is in :class:`TrajBatchMeta`, which goes with a batch through splitting,
-shuffling and back into trajectories. Torch tensors and numpy arrays both work, and torch is
-imported only where a tensor is.
+shuffling and back into trajectories. Torch tensors and numpy arrays both work, and torch is imported only where a
+tensor is.
 """
 
 from __future__ import annotations
