@@ -130,7 +130,8 @@ class TestNaming:
 
     def test_an_agents_instance_that_nobody_can_make_again(self) -> None:
         """2: an instance that says not what it was made with is refused, with what to do."""
-        with pytest.raises(WorkflowError, match=r"instance of Agent does not say what it was made with.*pass the class"):
+        said = r"instance of Agent does not say what it was made with.*pass the class"
+        with pytest.raises(WorkflowError, match=said):
             name_workflow(agents.Agent(2.0), None, ALLOWED)  # type: ignore[arg-type]
 
     async def test_agents_wait_for_their_proxy(self, client: AsyncClient) -> None:

@@ -18,6 +18,7 @@ from forebay import errors
 from forebay.backends.base import ServerError
 
 PUBLIC = [
+    "AgentWorkflow",
     "AsyncBatch",
     "AsyncBatchStream",
     "AsyncClient",
@@ -28,6 +29,7 @@ PUBLIC = [
     "EngineSettings",
     "FailureKind",
     "ForebayError",
+    "ForebayWarning",
     "GenerationHyperparameters",
     "GroupState",
     "InferenceEngine",
@@ -40,8 +42,10 @@ PUBLIC = [
     "Settings",
     "SlotOutcome",
     "StopReason",
+    "TrajBatchMeta",
     "WorkflowLike",
     "__version__",
+    "concat_padded_tensors",
     "load",
     "workflow_context",
 ]
@@ -70,6 +74,7 @@ ERRORS = {
     "WeightUpdateError": RuntimeError,
     "WorkflowContractError": ValueError,
     "WorkflowError": ValueError,
+    "WorkflowTypeError": TypeError,
 }
 
 
@@ -185,7 +190,10 @@ class TestErrors:
             value
             for module in modules
             for value in vars(module).values()
-            if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == module.__name__
+            if inspect.isclass(value)
+            and issubclass(value, Exception)
+            and value.__module__ == module.__name__
+            and not issubclass(value, Warning)
         }
         assert modules
         assert [error for error in defined if not issubclass(error, errors.ForebayError)] == []
