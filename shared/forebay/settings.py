@@ -11,7 +11,6 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -253,9 +252,9 @@ class RunSettings(_Base):
     @classmethod
     def _check_shaping_alone(cls, value: float, info: ValidationInfo) -> float:
         part = _SHAPING[str(info.field_name)]
-        known = {"overlong_tokens": 1, "max_new_tokens": 1} if part == "overlong_factor" else {}
+        known: dict[str, Any] = {"overlong_tokens": 1, "max_new_tokens": 1} if part == "overlong_factor" else {}
         try:
-            RewardShaping(**{part: value}, **known)
+            RewardShaping(**{**known, part: value})
         except SettingsError as error:
             raise ValueError(str(error).partition(": ")[2]) from None
         return value
