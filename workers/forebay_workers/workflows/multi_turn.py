@@ -67,6 +67,11 @@ class MultiTurnWorkflow(BuiltInWorkflow):
         self.turn_discount = turn_discount
         self._next = NextTurn.of(retry_message, self.tokenizer, self.chat_text, self.gconfig.stop_token_ids)
 
+    @classmethod
+    def check_arguments(cls, **arguments: Any) -> None:
+        """See :meth:`BuiltInWorkflow.check_arguments`; it stands here since it belongs to this constructor."""
+        super().check_arguments(**arguments)
+
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """One row: prompt, answers, and the retry messages between them."""
         row, rid, turn = _Conversation(self.prompt_ids(data)), new_rid(), 0

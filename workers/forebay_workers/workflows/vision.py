@@ -65,6 +65,11 @@ class VisionRLVRWorkflow(BuiltInWorkflow):
             processor = hf.AutoProcessor.from_pretrained(processor)
         self.processor = processor
 
+    @classmethod
+    def check_arguments(cls, **arguments: Any) -> None:
+        """See :meth:`BuiltInWorkflow.check_arguments`; it stands here since it belongs to this constructor."""
+        super().check_arguments(**arguments)
+
     def chat_text(self, messages: list[dict[str, Any]] | str) -> str:
         """`messages` through the processor's chat template; a string is taken as what a template made already."""
         if isinstance(messages, str):
