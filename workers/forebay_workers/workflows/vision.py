@@ -90,16 +90,16 @@ class VisionRLVRWorkflow(BuiltInWorkflow):
             )
         request = ModelRequest(
             rid=new_rid(),
-            input_ids=prompt.server_ids,
+            input_ids=list(prompt.server_ids),
             gconfig=self.gconfig.new(max_tokens=self.gconfig.max_tokens - grown),
             tokenizer=self.tokenizer,
-            image_data=prompt.image_data,
-            multi_modal_input=[prompt.multi_modal],
+            image_data=list(prompt.image_data),
+            multi_modal_input=[dict(prompt.multi_modal)],
             processor=self.processor,
         )
         answer = await self.generate(engine, request)
         self._check_answer(answer)
-        response = dataclasses.replace(answer, input_tokens=prompt.ids)
+        response = dataclasses.replace(answer, input_tokens=list(prompt.ids))
         result = row(response, await self.reward_of(response, data))
         return result | prompt.tensors(response.output_len)
 
@@ -154,7 +154,7 @@ class _Prompt:
         """What the row has besides text; generated tokens are text, of type 0."""
         import torch
 
-        result: dict[str, Any] = {"multi_modal_input": [self.multi_modal]}
+        result: dict[str, Any] = {"multi_modal_input": [dict(self.multi_modal)]}
         for name, values in self.per_token.items():
             padding = torch.zeros((1, output_len), dtype=torch.int32)
             result[name] = torch.cat([values.to(torch.int32), padding], dim=1)
