@@ -152,3 +152,10 @@ def test_images_need_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(WorkflowError, match=r"install forebay\[vision\]"):
         VisionRLVRWorkflow(**WORKFLOWS[VisionRLVRWorkflow])
+
+
+@pytest.mark.parametrize("cls", WORKFLOWS)
+def test_the_check_stands_beside_the_constructor(cls: type[Any]) -> None:
+    """2: submit asks a check only where it knows the constructor's arguments: both are defined in one class."""
+    owner = next(base for base in cls.__mro__ if "__init__" in vars(base))
+    assert "check_arguments" in vars(owner)
