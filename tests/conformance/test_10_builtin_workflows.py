@@ -17,69 +17,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from aiohttp import web
 from helpers.chat import make_tokenizer, token_ids
+from helpers.episodes import Rewards, fleet_of, run, tiny_fleet
 from helpers.vision import IMAGE_TOKEN, MERGE, PATCH, TinyVision, create_tiny_vision_model
 from PIL import Image
-from scripted_server import ScriptedServer, answer, fast_settings, scripted, until
+from scripted_server import ScriptedServer, answer, scripted
 
-from forebay import GenerationHyperparameters
 from forebay.errors import GenerationError, SlotDataError
 from forebay.wire.rows import rows_from_tensors
 from forebay.workflow_context import WorkflowContext, scope
-from forebay_ops.tiny_model import CONTEXT_LENGTH, create_tiny_model
-from forebay_ops.tiny_server.app import create_runner
-from forebay_ops.tiny_server.engine import Engine
-from forebay_ops.tiny_server.engine import EngineSettings as ServerSettings
-from forebay_ops.tiny_server.model import ServedModel
+from forebay_ops.tiny_model import create_tiny_model
 from forebay_workers.engines import Fleet
 from forebay_workers.workflows import MultiTurnWorkflow, RLVRWorkflow, VisionRLVRWorkflow, encode_image
 
 hf: Any = transformers
 DATA: dict[str, Any] = {"messages": [{"role": "user", "content": "c:12="}], "answer": "12"}
 MESSAGES = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
-
-
-class Rewards:
-    """A coroutine reward of scripted values that keeps its calls."""
-
-    def __init__(self, *values: float) -> None:
-        self.values = list(values)
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    async def __call__(self, /, *args: Any, **kwargs: Any) -> float:
-        """The next value; the last one for ever."""
-        self.calls.append((args, kwargs))
-        return self.values[min(len(self.calls), len(self.values)) - 1]
-
-
-@asynccontextmanager
-async def fleet_of(*urls: str) -> AsyncIterator[Fleet]:
-    """A fleet whose servers are all healthy."""
-    async with Fleet(fast_settings(no_server_timeout_s=30, request_timeout_s=60)) as fleet:
-        fleet.set_servers(urls)
-        await until(lambda: all(stat.healthy for stat in fleet.stats().values()), 30)
-        yield fleet
-
-
-@asynccontextmanager
-async def tiny_fleet(folder: Path) -> AsyncIterator[Fleet]:
-    """A fleet on one development server, of weights with the label 2."""
-    runner = create_runner(Engine(ServedModel.load(folder), ServerSettings(), "2"))
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with fleet_of(f"http://127.0.0.1:{runner.addresses[0][1]}") as fleet:
-            yield fleet
-    finally:
-        await runner.cleanup()
-
-
-async def run(workflow: Any, engine: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """One episode's result."""
-    result: dict[str, Any] | None = await workflow.arun_episode(engine, dict(data))
-    assert result is not None
-    return result
 
 
 def model_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -439,14 +392,3 @@ class TestVision:
         async with tiny_fleet(tiny) as fleet:
             with pytest.raises(GenerationError, match="image_data is not supported"):
                 await run(workflow, fleet, {"messages": MESSAGES, "images": [jpeg(picture())]})
-
-
-class TestSampling:
-    """7: what the workflows ask for."""
-
-    async def test_the_context_is_the_servers(self, tiny: Path) -> None:
-        """7: a budget beyond the server's context is the server's own refusal, not a shorter answer."""
-        workflow = RLVRWorkflow(Rewards(1.0), GenerationHyperparameters(max_new_tokens=CONTEXT_LENGTH), str(tiny))
-        async with tiny_fleet(tiny) as fleet:
-            with pytest.raises(GenerationError, match="exceed the context"):
-                await run(workflow, fleet, DATA)
