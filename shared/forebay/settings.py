@@ -7,8 +7,10 @@ engine client are :class:`EngineSettings`. Durations end in ``_s`` and are secon
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Mapping
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -29,7 +31,7 @@ from forebay.group_rules import minimum_usable
 from forebay.outcomes import FailureKind, OnSlotError
 from forebay.reward_rules import NormConfig, RewardShaping, norm_of
 
-__all__ = ["EngineSettings", "RunSettings", "Settings", "load"]
+__all__ = ["EngineSettings", "RunSettings", "Settings", "load", "unknown_variables"]
 
 MAX_GROUP_SIZE = 4096
 """Slots of one group; Redis starts them all in one step."""
@@ -327,6 +329,25 @@ class EngineSettings(_Base):
     """Bound on remembered rid -> server pairs."""
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     update_timeout_s: float = Field(300.0, gt=0)
+
+
+_OTHERS = ("LOG_LEVEL", "LOG_JSON", "DEBUG", "HTTP_TOKEN")
+_OTHER_PREFIXES = ("WORKER_", "COLLECTOR_", "TEST_")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[tuple[str, str | None]]:
+    """The variables that begin with ``FOREBAY_`` and are no setting, each with the setting that may be meant."""
+    known = {f"FOREBAY_{name.upper()}" for kind in (Settings, RunSettings) for name in kind.model_fields}
+    known |= {f"FOREBAY_ENGINE_{name.upper()}" for name in EngineSettings.model_fields}
+    known |= {f"FOREBAY_{name}" for name in _OTHERS}
+    unknown = sorted(
+        name
+        for name in environment
+        if name.startswith("FOREBAY_")
+        and name not in known
+        and not name.removeprefix("FOREBAY_").startswith(_OTHER_PREFIXES)
+    )
+    return [(name, next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None)) for name in unknown]
 
 
 def load(kind: type[S], /, **values: Any) -> S:

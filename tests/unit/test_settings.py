@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from forebay import EngineSettings, FailureKind, NormConfig, RunSettings, Settings, load
 from forebay.errors import SettingsError
 from forebay.reward_rules import ROLLOUT_NORM, RewardShaping
+from forebay.settings import unknown_variables
 
 SECRET = "hunter2"
 URL = f"redis://user:{SECRET}@example.invalid:6379/3"
@@ -363,3 +364,32 @@ def test_published_settings_are_read_whatever_the_readers_environment_says(monke
 def test_settings_survive_another_process() -> None:
     """Settings can be pickled to a process of one's own, password included."""
     assert pickle.loads(pickle.dumps(load(Settings, redis_url=URL))).resolved_redis_url() == URL
+
+
+class TestUnknownVariables:
+    def test_named_with_what_may_be_meant(self) -> None:
+        """A misspelt FOREBAY_ variable is found; settings of every process, and other people's variables, are not."""
+        environment = {
+            "FOREBAY_GROUPSIZE": "4",
+            "FOREBAY_NO_SUCH_THING_AT_ALL": "1",
+            "FOREBAY_GROUP_SIZE": "4",
+            "FOREBAY_ENGINE_PAUSE_MODE": "abort",
+            "FOREBAY_WORKER_MAX_SLOTS": "4",
+            "FOREBAY_LOG_LEVEL": "debug",
+            "GROUP_SIZE": "4",
+        }
+        assert unknown_variables(environment) == [
+            ("FOREBAY_GROUPSIZE", "FOREBAY_GROUP_SIZE"),
+            ("FOREBAY_NO_SUCH_THING_AT_ALL", None),
+        ]
+
+
+class TestFleet:
+    def test_more_slots_than_the_fleet_can_run(self) -> None:
+        """Groups that could start but never all run are refused, with the arithmetic and the remedy."""
+        with pytest.raises(
+            SettingsError,
+            match=r"= 16 groups of group_size=8 are 128 slots, but .* fleet_slots=64: .* set max_concurrent to 8",
+        ):
+            load(RunSettings, fleet_slots=64)
+        assert load(RunSettings, fleet_slots=64, max_concurrent=8).max_concurrent == 8
