@@ -11,7 +11,6 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
