@@ -24,6 +24,7 @@ from forebay import (
     InferenceEngine,
     ModelRequest,
     ModelResponse,
+    NormConfig,
     RolloutGroup,
     RolloutWorkflow,
     RunSettings,
@@ -87,6 +88,8 @@ def settings() -> None:
     assert_type(run, RunSettings)
     assert_type(run.capacity, int)
     assert_type(run.attempts(FailureKind.INFRA), int)
+    load(RunSettings, reward_normalization=NormConfig("group", mean_leave1out=True, std_level=None))
+    assert_type(run.norm, NormConfig | None)
     assert_type(load(Settings).run, str)
     assert_type(load(EngineSettings).request_timeout_s, float)
 
@@ -157,6 +160,8 @@ async def asynchronous() -> None:
                 assert_type(batch.rollout_groups, list[RolloutGroup])
                 assert_type(batch.tensors(pad_token_id=0), dict[str, Any])
                 assert_type(batch.tokens, int)
+                assert_type(batch.rewards_normalized, bool)
+                assert_type(batch.normalized_groups, list[bool])
                 assert_type(await batch.ack(), bool)
         await client.set_version(await client.version() + 1)
         result = await client.update_weights_from_disk(Path("weights"), 2, on_progress=print)
