@@ -315,7 +315,7 @@ class TestRules:
         with pytest.raises(WorkflowError, match="size=0"):
             name_workflow(Checked(0), None, ALLOWED)
         assert name_workflow(Checked, {"other": 3}, ALLOWED).kwargs == {"other": 3}
-        assert name_workflow(CheckedFurther, {"name": ""}, ALLOWED).kwargs == {"name": ""}
+        assert name_workflow(CheckedFurther, {"size": "S"}, ALLOWED).kwargs == {"size": "S"}
 
 
 class TestAllowlist:
