@@ -29,6 +29,7 @@ class Agent(Protocol):
     @property
     def run(self) -> Callable[..., Awaitable[Any]]:
         """A coroutine function of ``(data, **extra)``: a reward, or ``{interaction_id: reward}``."""
+        ...  # a type checker takes it for the body
 
 
 class AgentWorkflow(RemembersArguments, ABC):

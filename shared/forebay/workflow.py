@@ -108,7 +108,7 @@ def name_workflow(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise WorkflowError(f"workflow_kwargs is a {type(kwargs).__name__}; pass a dict of the constructor's arguments")
     found: Any = import_object(workflow, allowlist) if isinstance(workflow, str) else workflow
-    cls: Any = found if inspect.isclass(found) else type(found)
+    cls = _class_of(found)
     if issubclass(cls, RolloutWorkflow):
         kind = WorkflowKind.ROLLOUT
     else:
@@ -130,6 +130,10 @@ def name_workflow(
     if kwargs is None:
         raise WorkflowError(f"{cls.__qualname__} needs workflow_kwargs; pass {{}} if its constructor takes nothing")
     return _name_class(kind, cls, dict(kwargs), allowlist)
+
+
+def _class_of(found: Any) -> Any:
+    return found if inspect.isclass(found) else type(found)
 
 
 def _name_class(kind: WorkflowKind, cls: Any, kwargs: dict[str, Any], allowlist: Sequence[str]) -> NamedWorkflow:

@@ -83,6 +83,25 @@ async def client(redis_url: str, run_name: str) -> AsyncIterator[AsyncClient]:
         yield made
 
 
+class TestResults:
+    """2: ``arun_episode`` returns a dict of tensors, a dict of Interactions, or None."""
+
+    @pytest.mark.parametrize("checked", [True, False])
+    async def test_interactions(self, redis_url: str, run_name: str, checked: bool) -> None:
+        """2: a dict of Interactions, through the pipeline: a row for each, with its completion id and reference."""
+        fields = {"input_tokens": [5], "output_logprobs": [-1.0, -0.5], "output_versions": [0, 0], "reward": 1.0}
+        turns = {name: fields | {"output_tokens": [at, 9]} for at, name in enumerate(("first", "second"))}
+        turns["second"]["rollout_reward"] = 3.0
+        rules = {"check_trajectory_format": checked, "batch_size": 1, "import_allowlist": ["helpers"]}
+        async with services(redis_url, run_name, **rules) as (_, client):
+            await client.submit({"interactions": turns}, "helpers.workflows:Interacting", {})
+            (batch,) = await read(client, 1)
+        assert batch.groups[0].result_kind == "interactions"
+        assert [one.completion for one in batch.rows] == ["first-0", "second-0", "first-1", "second-1"]
+        assert batch.arrays()["input_ids"].tolist() == [[5, 0, 9], [5, 1, 9]] * 2
+        assert [group.rewards for group in batch.rollout_groups] == [(3.0, 3.0)]
+
+
 class TestNaming:
     """2: a workflow is named as an instance, class + kwargs, import string + kwargs, or an agent."""
 
@@ -296,7 +315,7 @@ class TestRules:
         with pytest.raises(WorkflowError, match="size=0"):
             name_workflow(Checked(0), None, ALLOWED)
         assert name_workflow(Checked, {"other": 3}, ALLOWED).kwargs == {"other": 3}
-        assert name_workflow(CheckedFurther, {"name": ""}, ALLOWED).kwargs == {"name": ""}
+        assert name_workflow(CheckedFurther, {"size": "S"}, ALLOWED).kwargs == {"size": "S"}
 
 
 class TestAllowlist:

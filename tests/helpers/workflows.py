@@ -147,8 +147,8 @@ class Checked(RolloutWorkflow):
 class CheckedFurther(Checked):
     """Has another constructor, of which the check it inherits knows nothing."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(size=len(name))
+    def __init__(self, size: str) -> None:
+        super().__init__(size=len(size))
 
 
 class Counting(RolloutWorkflow):

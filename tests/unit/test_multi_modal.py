@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zstandard
 from helpers.building import result, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,6 +151,32 @@ class TestFrames:
         assert decode_rows(b"\x02" + pack([form]))[0].multi_modal is None
         with pytest.raises(FrameError):
             decode_rows(b"\x02" + pack([form | {"m": {"pixel_values": spec}}]))
+
+    @pytest.mark.parametrize(
+        ("shape", "data", "said"),
+        [
+            ([-1, -2], bytes(2), "claims the shape"),
+            ([2.0], bytes(2), "claims the shape"),
+            ([2], bytes(100_000_000), "does not hold 2 values of u1"),
+            ([10_000_000], bytes(10_000_000), "claims 10000004 bytes of rows"),
+        ],
+    )
+    def test_sizes_are_checked_before_anything_is_allocated(
+        self, shape: list[Any], data: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A shape that is none, a block that holds more than its shape, and more bytes than the frame may claim."""
+        monkeypatch.setattr(codec, "_FREE_BYTES", 1000)
+        form = {"n": 1, "k": {"input_ids": ["i4", "r", [[7, 1]]]}, "r": None, "o": None, "t": None}
+        spec = ["a", "u1", shape, zstandard.ZstdCompressor().compress(data)]
+        frame = b"\x02" + pack([form | {"m": {"pixel_values": spec}}])
+        del data, spec
+        tracemalloc.start()
+        try:
+            with pytest.raises(FrameError, match=said):
+                decode_rows(frame)
+            assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        finally:
+            tracemalloc.stop()
 
     @given(st.data())
     @settings(max_examples=200)
