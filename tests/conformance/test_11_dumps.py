@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from services import WORKFLOW, read, services
 
 from forebay import RunSettings, Settings
 from forebay.errors import FencedError
+from forebay.generation import StopReason
+from forebay.interactions import Interaction, rows_from_interactions
 from forebay.loop_lag import watch_loop
 from forebay.outcomes import SlotOutcome
 from forebay.reward_rules import NormConfig, RewardShaping
@@ -40,6 +42,7 @@ from forebay_collector.metrics import CollectorMetrics
 from forebay_ops.tiny_model import create_tiny_model
 
 RUN = "exp/trial"
+Headers = dict[int, SlotHeader]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +145,23 @@ class TestLines:
             "attempt": 1,
         }
 
+    async def test_interactions(self, driver: Driver, dumper: Dumper, tmp_path: Path) -> None:
+        """11, 9: the interactions of a rollout are rows of their slot, in their order."""
+        calls = {
+            "a": Interaction([3, 4], [5], [-0.5], [1], reward=0.0, stop_reason=StopReason.STOP),
+            "b": Interaction([3, 4, 5, 6], [7, 8], [-0.5, -0.5], [1, 2], reward=1.0, stop_reason=StopReason.LENGTH),
+        }
+        rows, _ = rows_from_interactions(calls)
+        (task,) = await driver.submit(1, size=1)
+        await committed(driver, dumper, task, [rows], kind="interactions")
+        found = lines(tmp_path / "dumps", task)
+        assert [(one["sample_idx"], one["row"], one["prompt_len"], one["reward"]) for one in found] == [
+            (0, 0, 2, 0.0), (0, 1, 4, 1.0),
+        ]  # fmt: skip
+        assert [(one["stop_reason"], one["version_rle"]) for one in found] == [
+            ("stop", [[1, 1]]), ("length", [[1, 1], [2, 1]]),
+        ]  # fmt: skip
+
     async def test_rejected_groups_are_dumped_and_marked(
         self, redis_url: str, run_name: str, dump: dict[str, Any]
     ) -> None:
@@ -180,16 +200,30 @@ class TestRewriting:
         assert after == {**before, "outcome": "evicted", "reason": after["reason"]}
         assert after["reason"] == second["reason"] == "stale: head version 0, training at version 1"
 
-    async def test_the_mark_outlives_a_collector(self, driver: Driver, dumper: Dumper, tmp_path: Path) -> None:
-        """11: who is killed between taking an evicted group and marking it is followed by one that marks it."""
-        await driver.lead(max_staleness=0)
+    @pytest.mark.parametrize("gate", ["assembly", "waiting", "cut", "hand-over"])
+    async def test_the_mark_outlives_a_collector(
+        self, driver: Driver, dumper: Dumper, tmp_path: Path, gate: str
+    ) -> None:
+        """11, 6: evicted at any gate; who is killed before the mark is followed by one that marks."""
+        await driver.lead(max_staleness=0, batch_size=1)
         (task,) = await driver.submit(1, size=1)
+        if gate == "assembly":
+            await driver.store.set_version(1)
         await committed(driver, dumper, task, [versions(0, 0)])
+        assert lines(tmp_path / "dumps", task)[0]["outcome"] == "accepted"
+        if gate == "hand-over":
+            await driver.cut(1)
         await driver.store.set_version(1)
-        assert await driver.store.evict_stale(driver.epoch) == [task]
+        if gate == "waiting":
+            await driver.store.evict_stale(driver.epoch)
+        elif gate == "cut":
+            await driver.cut(1)
+        elif gate == "hand-over":
+            assert (await driver.take()).batch is None
         first = await driver.store.evicted_dumps()
         assert await driver.store.evicted_dumps() == first, "until it is done"
         ((found, folder, reason),) = first
+        assert found == task
         await dumper.mark_evicted(found, folder, reason)
         await driver.store.forget_evicted_dump(found)
         assert await driver.store.evicted_dumps() == []
@@ -393,15 +427,17 @@ def versions(head: int, tail: int, *, reward: float = 1.0) -> Row:
     return row([3, 4, 5, 6], [0, 1, 1, 1], [-1, head, tail, tail], reward)
 
 
-async def published(driver: Driver, task: int, rows: list[Row]) -> dict[int, SlotHeader]:
-    """Run the group's slots, each with one of `rows`: their headers."""
+async def published(driver: Driver, task: int, slots: Sequence[Row | list[Row]], kind: str = "tensor") -> Headers:
+    """Run the group's slots; slot i delivers `slots[i]`: their headers."""
     await driver.admit()
     headers = {}
     for attempt in [one for one in await driver.claim() if one[0] == task]:
-        one = rows[attempt[1]]
-        header = SlotHeader(*attempt, outcome="usable", rows=[RowSummary.of(one)])
+        given = slots[attempt[1]]
+        rows = given if isinstance(given, list) else [given]
+        summaries = [RowSummary.of(one) for one in rows]
+        header = SlotHeader(*attempt, outcome="usable", rows=summaries, result_kind=kind)
         await driver.store.publish(
-            *attempt, outcome=SlotOutcome.USABLE, kind=None, header=header.pack(), rows=encode_rows([one]),
+            *attempt, outcome=SlotOutcome.USABLE, kind=None, header=header.pack(), rows=encode_rows(rows),
             rows_ttl_s=600,
         )  # fmt: skip
         headers[attempt[1]] = header
@@ -418,18 +454,19 @@ async def committed(
     driver: Driver,
     dumper: Dumper,
     task: int,
-    rows: list[Row],
+    slots: Sequence[Row | list[Row]],
     *,
+    kind: str = "tensor",
     is_eval: bool = False,
     shaping: RewardShaping | None = None,
     norm: NormConfig | None = None,
 ) -> GroupSummary:
-    """Run a group whose slot i delivers row i, decide on it, dump and commit it: its summary where it is ready."""
-    headers = await published(driver, task, rows)
+    """Run a group whose slot i delivers `slots[i]`, decide, dump and commit: its summary where it is ready."""
+    headers = await published(driver, task, slots, kind)
     rules = GroupRules(1, is_eval=is_eval, reward_normalization=norm)
-    await committer(driver, dumper, shaping).commit(driver.epoch, Assembled(task, len(rows), rules, headers))
+    await committer(driver, dumper, shaping).commit(driver.epoch, Assembled(task, len(slots), rules, headers))
     found = [summary for name, summary in await driver.store.ready(100) if name == task]
-    return GroupSummary.unpack(found[0]) if found else GroupSummary(task, len(rows), [])
+    return GroupSummary.unpack(found[0]) if found else GroupSummary(task, len(slots), [])
 
 
 async def counted(client: Any, **counts: int) -> None:

@@ -101,13 +101,7 @@ class Worker:
             "slots": self._settings.max_slots,
             "busy": self._host.busy,
             "ended": dict(self._runner.ended),
-            "metrics": self.metrics_url,
         }
-
-    @property
-    def metrics_url(self) -> str:
-        """Where the metrics are scraped; "" if they are not served."""
-        return self._metrics.url if self._metrics is not None else ""
 
     def _state(self) -> WorkerState:
         servers = self._fleet.stats()
