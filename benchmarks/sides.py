@@ -18,12 +18,13 @@ from forebay.store import Store
 from forebay.store.pipelining import Pipeliner
 from forebay_workers.settings import WorkerSettings
 
-__all__ = ["ALIKE", "DEFAULTS", "POLL_S", "SLOTS", "ArqSide", "UnpipelinedStore", "arq_side", "opened_store"]
+__all__ = ["ALIKE", "DEFAULTS", "POLL_S", "SLOTS", "ArqSide", "UnpipelinedStore", "arq_side", "idle_of", "opened_store"]
 
 _OURS = load(WorkerSettings)
 POLL_S = _OURS.poll_delay_s
 SLOTS = _OURS.max_slots
 
+_IDLE_POLL_S = _OURS.idle_poll_s
 _LAST_LOOK_S = 2.0
 
 DEFAULTS: dict[str, Any] = {}
@@ -37,6 +38,15 @@ ALIKE: dict[str, Any] = {
     "job_deserializer": msgpack.unpackb,
 }
 """arq set as near to our host as its options go."""
+
+
+def idle_of(store: Store) -> Callable[[], Coroutine[Any, Any, None]]:
+    """What our host waits for when it has nothing to do, as in a worker."""
+
+    async def idle() -> None:
+        await store.wait_for_wake("jobs", _IDLE_POLL_S)
+
+    return idle
 
 
 class _OneByOne(Pipeliner):

@@ -33,7 +33,7 @@ import numpy as np
 
 from benchmarks.measure import Report, Say
 from benchmarks.server import Server, running_server
-from benchmarks.sides import ALIKE, DEFAULTS, POLL_S, SLOTS, UnpipelinedStore, arq_side, opened_store
+from benchmarks.sides import ALIKE, DEFAULTS, POLL_S, SLOTS, UnpipelinedStore, arq_side, idle_of, opened_store
 from forebay import RolloutWorkflow, RunSettings, load
 from forebay.aio import stop_tasks
 from forebay.generation import InferenceEngine, ModelRequest, ModelResponse
@@ -168,7 +168,9 @@ async def _forebay(
             await slot(job_id)
             countdowns[-1].one()
 
-        host = SlotHost(url, store.keys.jobs, claim, counted, max_slots=SLOTS, poll_delay_s=POLL_S)
+        host = SlotHost(
+            url, store.keys.jobs, claim, counted, idle=idle_of(store), max_slots=SLOTS, poll_delay_s=POLL_S
+        )  # fmt: skip
         tasks = [asyncio.create_task(host.run()), asyncio.create_task(leases.run())]
 
         async def produce(countdown: _Countdown) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.measure import Report, Say
 from benchmarks.server import Server, running_server
-from benchmarks.sides import DEFAULTS, POLL_S, SLOTS, arq_side, opened_store
+from benchmarks.sides import DEFAULTS, POLL_S, SLOTS, arq_side, idle_of, opened_store
 from forebay import RunSettings, load
 from forebay.aio import stop_tasks
 from forebay.store import Store
@@ -73,7 +73,9 @@ async def _host(store: Store, url: str, on_start: Callable[[int], None]) -> Asyn
     async def run_slot(job_id: str) -> None:
         on_start(Keys.parse_job_id(job_id)[0])
 
-    host = SlotHost(url, store.keys.jobs, claim, run_slot, max_slots=SLOTS, poll_delay_s=POLL_S)
+    host = SlotHost(
+        url, store.keys.jobs, claim, run_slot, idle=idle_of(store), max_slots=SLOTS, poll_delay_s=POLL_S
+    )  # fmt: skip
     running = asyncio.create_task(host.run())
     try:
         yield

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay import Batch, Client
-    from forebay.store.store import RunStatus
+    from forebay.store.records import RunStatus
 
 __all__ = ["Ledger"]
 

@@ -14,7 +14,7 @@ import structlog
 
 from forebay.errors import FrameError
 from forebay.outcomes import FailureKind, SlotOutcome
-from forebay.store.store import ResultEntry
+from forebay.store.records import ResultEntry
 from forebay.wire.envelopes import GroupRules, SlotHeader
 
 __all__ = ["Assembled", "Assembler"]
@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 class _Open:
     rules: GroupRules
     size: int
+    parent: int | None
     headers: dict[int, SlotHeader] = field(default_factory=dict)
 
 
@@ -37,6 +38,8 @@ class Assembled:
     group_size: int
     rules: GroupRules
     headers: Mapping[int, SlotHeader]
+    parent: int | None = None
+    """The evicted group whose prompt this one is."""
 
 
 class Assembler:
@@ -52,9 +55,9 @@ class Assembler:
         """Whether the rules of the group are known here."""
         return task_id in self._open
 
-    def open(self, task_id: int, rules: GroupRules, size: int) -> None:
+    def open(self, task_id: int, rules: GroupRules, size: int, parent: int | None = None) -> None:
         """Begin a group."""
-        self._open.setdefault(task_id, _Open(rules, size))
+        self._open.setdefault(task_id, _Open(rules, size, parent))
 
     def forget(self, task_id: int) -> None:
         """Drop a group that has ended otherwise."""
@@ -70,7 +73,7 @@ class Assembler:
         if len(group.headers) < group.size:
             return None
         del self._open[entry.task_id]
-        return Assembled(entry.task_id, group.size, group.rules, group.headers)
+        return Assembled(entry.task_id, group.size, group.rules, group.headers, group.parent)
 
 
 def _header(entry: ResultEntry) -> SlotHeader:

@@ -29,12 +29,19 @@ __all__ = ["Committer"]
 
 log = structlog.get_logger(__name__)
 
+_MAX_DETAIL = 500
+
 
 class Committer:
     """Decides on assembled groups, and records what was decided."""
 
     def __init__(
-        self, store: Store, accept: AcceptFilter, dumper: Dumper, shaping: RewardShaping, metrics: CollectorMetrics
+        self,
+        store: Store,
+        accept: AcceptFilter,
+        dumper: Dumper,
+        shaping: RewardShaping,
+        metrics: CollectorMetrics | None = None,
     ) -> None:
         self._store = store
         self._metrics = metrics
@@ -44,7 +51,9 @@ class Committer:
 
     async def commit(self, epoch: int, group: Assembled) -> None:
         """Decide, dump, commit. Raises FencedError, ConnectionLostError."""
-        decision = decide(group.task_id, group.group_size, group.rules, group.headers, self._shaping)
+        decision = decide(
+            group.task_id, group.group_size, group.rules, group.headers, self._shaping, parent=group.parent
+        )
         needs_rows = self._dumper.on or (decision.reason is None and group.rules.should_accept_fn is not None)
         rows: list[Row] | None = None
         if needs_rows and decision.summary.rollouts:
@@ -64,11 +73,14 @@ class Committer:
             summary=decision.summary.pack(),
             head=decision.summary.head,
             dump_folder=folder,
+            detail=decision.detail[:_MAX_DETAIL],
         )
-        if done:
+        if done and self._metrics is not None:
             self._metrics.decided(decision.summary, decision.reason)
         if done and decision.reason is not None:
-            log.info("group.rejected", task_id=group.task_id, reason=decision.reason, detail=decision.detail[:500])
+            log.info(
+                "group.rejected", task_id=group.task_id, reason=decision.reason, detail=decision.detail[:_MAX_DETAIL]
+            )
 
     async def _dump(self, group: Assembled, decision: Decision, rows: Sequence[Row] | None) -> str:
         """Write the group's file: its folder, or "" if it has none."""

@@ -1,12 +1,18 @@
-"""Cuts batches from ready groups, oldest first (contract, section 6)."""
+"""Cuts batches from ready groups, oldest first (contract, section 6).
+
+Rewards that take statistics of the batch are normalized here, in the batch's index alone: what waits in Redis stays as
+shaped, so that the groups of a dissolved batch are normalized anew in the next (contract, section 5).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import structlog
 
+from forebay.group_rewards import normalized_batch
 from forebay.settings import RunSettings
 from forebay.store.store import Store
 from forebay.wire.envelopes import BatchIndex, GroupSummary
@@ -24,10 +30,20 @@ _EVICT_EVERY_S = 0.25
 class Cutter:
     """Cuts whenever enough groups are ready; at the end of the data, whatever is left."""
 
-    def __init__(self, store: Store, settings: RunSettings, metrics: CollectorMetrics, dumper: Dumper) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: RunSettings,
+        cancelled: Callable[[int], None],
+        metrics: CollectorMetrics | None = None,
+        dumper: Dumper | None = None,
+    ) -> None:
+        """Make a cutter; `cancelled` is called with each evicted group, which may have been running."""
         self._store = store
-        self._metrics = metrics
+        self._metrics = metrics or CollectorMetrics(settings)
         self._dumper = dumper
+        self._early_cancel = settings.early_cancel
+        self._cancelled = cancelled
         self._batch_size = settings.batch_size
         self._looked = 0.0
 
@@ -37,15 +53,16 @@ class Cutter:
         cut = tries = 0
         while tries < _TRIES:  # a bound: each further try means that something changed under our hands
             # Counted before they are fetched: most wake-ups find too few, and a summary is not free.
-            count = await self._store.ready_count()
-            partial = count < self._batch_size
-            if not count or (partial and not await self._store.may_cut_partial()):
+            rule = await self._store.cut_rule()
+            partial = rule.ready < self._batch_size
+            due = not partial or rule.partial or (rule.dynamic and rule.settled >= self._batch_size)
+            if not rule.ready or not due:
                 break
             ready = await self._store.ready(self._batch_size)
-            if len(ready) < min(count, self._batch_size):
+            if len(ready) < min(rule.ready, self._batch_size):
                 tries += 1
                 continue
-            groups = [GroupSummary.unpack(summary) for _, summary in ready]
+            groups = normalized_batch([GroupSummary.unpack(summary) for _, summary in ready])
             status = await self._store.status()
             index = BatchIndex(groups, partial=partial, metrics=self._metrics.of_batch(groups, status))
             batch_id = await self._store.cut(epoch, index.pack(), [task_id for task_id, _ in ready])
@@ -64,15 +81,17 @@ class Cutter:
         if now - self._looked < _EVICT_EVERY_S:
             return
         self._looked = now
-        evicted = await self._store.evict_stale(epoch)
+        evicted = await self._store.evict_stale(epoch, running_too=self._early_cancel)
         if evicted:
+            for task_id in evicted:
+                self._cancelled(task_id)
             log.info("groups.evicted", count=len(evicted), task_ids=evicted[:20])
 
     async def _rewrite_dumps(self, groups: list[GroupSummary]) -> None:
         """Rewards that take statistics of the batch were not known when their groups were dumped."""
-        if not self._dumper.on:
+        if self._dumper is None or not self._dumper.on:
             return
         late = [group for group in groups if group.batch_norm is not None]
         folders = await self._store.dump_folders([group.task for group in late])
         dumped = [(group, folder) for group, folder in zip(late, folders, strict=True) if folder]
-        await asyncio.gather(*(self._dumper.rewrite_rewards(group, folder) for group, folder in dumped))
+        await asyncio.gather(*(self._dumper.rewrite_rewards(*one) for one in dumped))

@@ -1,7 +1,8 @@
 """What becomes of an assembled group: a pure function of its slots' headers (contract, section 4.4).
 
 The order is the contract's: no usable slot, incomplete, below the minimum, a missing reward, a contract error;
-then the rewards are normalized. ``should_accept_fn`` and freshness come after, elsewhere.
+then the rewards are shaped, and normalized unless that takes statistics of the batch. ``should_accept_fn`` and
+freshness come after, elsewhere.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forebay.errors import ContractError
-from forebay.normalization import ShapedRollout, normalize, shape_rollout
+from forebay.group_rewards import with_rewards
+from forebay.normalization import normalize, shape_rollout
 from forebay.outcomes import OnSlotError, RejectReason, SlotOutcome
 from forebay.reward_rules import RewardShaping
-from forebay.wire.envelopes import GroupRules, GroupSummary, RolloutSummary, RowSummary, SlotHeader
+from forebay.wire.envelopes import GroupRules, GroupSummary, RolloutSummary, SlotHeader
 
-__all__ = ["Decision", "decide", "with_rewards"]
+__all__ = ["Decision", "decide"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +113,11 @@ def _rewarded(summary: GroupSummary, rules: GroupRules, shaping: RewardShaping) 
         )
         for rollout in summary.rollouts
     ]
-    out = with_rewards(summary, shaped, [list(rollout.rows) for rollout in shaped])
-    if norm is None:
-        return out
-    if norm.uses_batch:
-        return dataclasses.replace(out, batch_norm=norm)
-    (values,) = normalize([shaped], norm)
-    return dataclasses.replace(with_rewards(out, shaped, values), rewards_normalized=True)
-
-
-def with_rewards(
-    summary: GroupSummary, shaped: Sequence[ShapedRollout], values: Sequence[Sequence[float | None]]
-) -> GroupSummary:
-    """`summary` with `values` for its rows' rewards; where one differs from the raw one, all raw ones are kept."""
-    changed = any(
-        row.original_reward is not None or row.reward != value
-        for rollout, new in zip(summary.rollouts, values, strict=True)
-        for row, value in zip(rollout.rows, new, strict=True)
-    )
-    rollouts = [
-        dataclasses.replace(
-            rollout,
-            reference=known.reference,
-            rows=[_with_reward(row, value) if changed else row for row, value in zip(rollout.rows, new, strict=True)],
-        )
-        for rollout, known, new in zip(summary.rollouts, shaped, values, strict=True)
-    ]
-    return dataclasses.replace(summary, rollouts=rollouts)
-
-
-def _with_reward(row: RowSummary, reward: float | None) -> RowSummary:
-    raw = row.reward if row.original_reward is None else row.original_reward
-    return dataclasses.replace(row, reward=reward, original_reward=raw)
+    if norm is not None and not norm.uses_batch:
+        (values,) = normalize([shaped], norm)
+        return with_rewards(summary, shaped, values, normalized=True)
+    out = with_rewards(summary, shaped, [rollout.rows for rollout in shaped])
+    return out if norm is None else dataclasses.replace(out, batch_norm=norm)
 
 
 def _why_unusable(headers: Mapping[int, SlotHeader]) -> str:

@@ -20,7 +20,8 @@ from forebay.errors import ConnectionLostError
 from forebay.loop_lag import LAG_BUCKETS_S
 from forebay.metrics import loss_weight, mean_reward, scope_of, staleness_of
 from forebay.outcomes import RejectReason
-from forebay.store.store import RunStatus, Store
+from forebay.store.records import RunStatus
+from forebay.store.store import Store
 from forebay.wire.envelopes import GroupSummary
 from forebay_collector.dump import Dumper
 
@@ -158,7 +159,7 @@ class _RunState(Collector):
 
 def _state(status: RunStatus) -> Iterator[Metric]:
     groups = GaugeMetricFamily("forebay_groups_in_flight", "Groups by where they are.", labels=["state"])
-    for state in ("queued", "running", "ready", "cut"):
+    for state in ("queued", "running", "ready", "cut", "direct_queued", "direct_running", "held"):
         groups.add_metric([state], getattr(status, state))
     yield groups
     attempts = GaugeMetricFamily("forebay_attempts", "Attempts that wait, or run on a worker.", labels=["state"])
@@ -167,6 +168,7 @@ def _state(status: RunStatus) -> Iterator[Metric]:
     yield attempts
     yield _gauge("forebay_delivered_ahead_groups", "Groups handed over ahead of the version.", status.delivered_ahead)
     yield _gauge("forebay_capacity_groups", "(s + 1) * k * B.", status.capacity)
+    yield _gauge("forebay_run_stopped", "1: the run has stopped itself.", float(status.stopped is not None))
     yield _gauge("forebay_version", "The policy version in force.", status.version)
     yield _gauge("forebay_workers_alive", "Workers whose heart-beat is recent.", len(status.workers))
     busy = sum(int(about.get("busy", 0)) for about in status.workers.values())

@@ -12,7 +12,7 @@ from typing import Protocol
 from forebay.metrics import GroupTally, batch_metrics, scope_of
 from forebay.outcomes import RejectReason
 from forebay.settings import RunSettings
-from forebay.store.store import RunStatus
+from forebay.store.records import RunStatus
 from forebay.wire.envelopes import GroupSummary
 
 __all__ = ["CollectorMetrics", "Observer"]
@@ -32,6 +32,7 @@ class CollectorMetrics:
     """Counts from one cut to the next."""
 
     def __init__(self, settings: RunSettings, observer: Observer | None = None) -> None:
+        self._batch_size = settings.batch_size
         self._per_version = settings.batch_size * settings.batches_per_version
         self._observer = observer
         self._tally = GroupTally()
@@ -73,4 +74,5 @@ class CollectorMetrics:
 
     def _training_version(self, status: RunStatus) -> int:
         """At which version the next batch will be trained on (contract, section 6)."""
-        return status.version + (status.delivered_ahead + status.cut) // self._per_version
+        ahead = status.delivered_ahead + status.cut_batches * self._batch_size
+        return status.version + ahead // self._per_version

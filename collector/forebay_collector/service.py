@@ -20,7 +20,8 @@ from forebay.errors import ConnectionLostError, FencedError, FrameError, Setting
 from forebay.http_metrics import Listen, MetricsServer
 from forebay.loop_lag import watch_loop
 from forebay.settings import RunSettings, Settings
-from forebay.store.store import ResultEntry, Store
+from forebay.store.records import ResultEntry
+from forebay.store.store import Store
 from forebay.wire.envelopes import GroupRules
 from forebay_collector.accept import AcceptFilter
 from forebay_collector.assembler import Assembled, Assembler
@@ -80,8 +81,10 @@ class Collector:
         self._committer = Committer(
             store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping, self._metrics
         )
-        self._cutter = Cutter(store, rules, self._metrics, self._dumper)
+        self._cutter = Cutter(store, rules, self._forget, self._metrics, self._dumper)
         self._epoch = 0
+        self._told: str | None = None
+        """Why the run has stopped itself, as far as it was logged."""
         self._commits: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -195,7 +198,8 @@ class Collector:
             if known is None:
                 log.debug("result.late", task_id=entry.task_id, sample_idx=entry.sample_idx)
                 return
-            self._assembler.open(entry.task_id, _rules(entry.task_id, known[0]), known[1])
+            packed, size, parent = known
+            self._assembler.open(entry.task_id, _rules(entry.task_id, packed), size, parent)
         assembled = self._assembler.add(entry)
         if assembled is not None:
             while len(self._commits) >= _COMMITS_AT_ONCE:
@@ -204,6 +208,9 @@ class Collector:
                     self._commits.discard(task)
                     task.result()
             self._commits.add(named_task("commit", self._commit(assembled)))
+
+    def _forget(self, task_id: int) -> None:
+        self._assembler.forget(task_id)
 
     async def _commit(self, group: Assembled) -> None:
         await self._committer.commit(self._epoch, group)
@@ -225,7 +232,14 @@ class Collector:
                 swept = loop.time()
                 if lost := await self._store.sweep(self._epoch):
                     log.warning("jobs.lost", queued_again=lost)
+            await self._tell_if_stopped()
             await asyncio.sleep(min(1.0, self._rules.lease_s / 4))
+
+    async def _tell_if_stopped(self) -> None:
+        reason = await self._store.stopped()
+        if reason is not None and reason != self._told:
+            log.error("run.stopped", run=self._store.keys.run, reason=reason, remedy="mend the cause, `forebay resume`")
+        self._told = reason
 
     async def _mark_evicted(self) -> None:
         for task_id, folder, reason in await self._store.evicted_dumps():

@@ -20,7 +20,7 @@ from forebay.errors import ForebayError
 if TYPE_CHECKING:
     from examples.grpo.train import Step
     from forebay import Batch, Client
-    from forebay.store.store import RunStatus
+    from forebay.store.records import RunStatus
 
 __all__ = ["View", "sparkline", "watching"]
 

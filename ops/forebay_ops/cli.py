@@ -69,6 +69,7 @@ def up(
     from forebay_ops.terminal import Terminal
 
     terminal = Terminal(quiet=quiet)
+    _check_settings(terminal, server=server)
     config = LocalStackConfig(
         home=home,
         workers=workers,
@@ -83,6 +84,20 @@ def up(
         asyncio.run(_run(config, terminal, make_model=server and model is None))
     except AlreadyUpError as error:
         _fail(str(error))
+
+
+def _check_settings(terminal: Terminal, *, server: bool) -> None:
+    """What a process would refuse is refused before any is started."""
+    from forebay.settings import EngineSettings, RunSettings, Settings, load, unknown_variables
+    from forebay_workers.settings import WorkerSettings
+
+    load(RunSettings)
+    load(EngineSettings)
+    load(WorkerSettings)
+    for name, meant in unknown_variables(os.environ):
+        terminal.progress("settings", f"{name} is no setting of forebay{f'; did you mean {meant}?' if meant else ''}")
+    if not server and not load(Settings).servers:
+        terminal.progress("settings", "--no-server without FOREBAY_SERVERS: workers wait until a server is registered")
 
 
 async def _run(config: LocalStackConfig, terminal: Terminal, *, make_model: bool) -> None:

@@ -33,6 +33,8 @@ _POLL_READY_S = 0.2
 _STILL_STARTING_S = 10.0
 _KILL_WAIT_S = 5.0
 _TAIL_LINES = 15
+_BAD_INPUT = 2
+"""Exit code of every command of ours for an error that it names."""
 
 
 class ProcessState(StrEnum):
@@ -199,6 +201,8 @@ class ManagedProcess:
                 await self._sweep(process)
             if self._stop.is_set():
                 return
+            if process.returncode == _BAD_INPUT and not self._became_ready.is_set():
+                raise self._failure("refused to start")  # it says why, and would again
             failures = failures + 1 if time.monotonic() - began < policy.quick_s else 1
             ended = _describe_exit(process.returncode)
             if failures >= policy.max_quick_failures:

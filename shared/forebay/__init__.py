@@ -4,7 +4,7 @@ What users import. Light: no torch, no arq, no web server is imported from here.
 """
 
 from forebay import workflow_context
-from forebay.batches import AsyncBatch, AsyncBatchStream
+from forebay.batches import AsyncBatch, AsyncBatchStream, CollectedRollouts, Rollouts
 from forebay.blocking import Batch, BatchStream, Client
 from forebay.client import AsyncClient
 from forebay.errors import ForebayError
@@ -28,6 +28,7 @@ __all__ = [
     "Batch",
     "BatchStream",
     "Client",
+    "CollectedRollouts",
     "EngineSettings",
     "FailureKind",
     "ForebayError",
@@ -43,6 +44,7 @@ __all__ = [
     "RejectReason",
     "RolloutGroup",
     "RolloutWorkflow",
+    "Rollouts",
     "RunSettings",
     "Settings",
     "SlotOutcome",

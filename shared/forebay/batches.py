@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from forebay.errors import CollectorUnavailableError, RowsMissingError, StallError
-from forebay.store.store import BatchEntry, RunStatus, Store
+from forebay.store.records import BatchEntry, RunStatus
+from forebay.store.store import Store, run_stopped
 from forebay.wire.codec import decode_rows
 from forebay.wire.envelopes import BatchIndex, GroupSummary
 from forebay.wire.rows import Row
@@ -20,7 +21,17 @@ from forebay.wire.tensors import RolloutGroup, pad_rows, to_torch
 if TYPE_CHECKING:
     from forebay.settings import RunSettings
 
-__all__ = ["AsyncBatch", "AsyncBatchStream", "BatchData"]
+__all__ = [
+    "AsyncBatch",
+    "AsyncBatchStream",
+    "BatchData",
+    "CollectedRollouts",
+    "Rollouts",
+    "Watch",
+    "concatenated",
+    "explain",
+    "load_rows",
+]
 
 _POLL_S = 0.25
 _TAKE_OVER_S = 4.0
@@ -28,20 +39,15 @@ _TAKE_OVER_S = 4.0
 _ROWS_PER_READ = 256
 
 
-@dataclass(slots=True)
-class BatchData:
-    """`batch_size` accepted groups (fewer where `partial`); after the hand-over its content never changes."""
+@dataclass(slots=True, kw_only=True)
+class Rollouts:
+    """Accepted groups and their rows."""
 
-    batch_id: int
     version: int
-    """The run's version when the batch was handed over."""
+    """The run's version when they were handed over."""
     groups: list[GroupSummary]
-    partial: bool
-    redelivered: bool
-    """It was handed to this reader before and not acknowledged."""
-    rows: list[Row]
+    rows: list[Row] = field(repr=False)
     """In group, rollout, row order."""
-    entry: BatchEntry = field(repr=False)
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -62,6 +68,26 @@ class BatchData:
             for group in self.groups
         ]
 
+    def select(self, places: Sequence[int]) -> Rollouts:
+        """The groups at these places of `groups`, in this order, with their rows."""
+        index = self.group_index
+        rows = [self.rows[int(at)] for place in places for at in np.flatnonzero(index == place)]
+        return Rollouts(version=self.version, groups=[self.groups[place] for place in places], rows=rows)
+
+    @property
+    def normalized_groups(self) -> list[bool]:
+        """For each group, whether its rewards are normalized already."""
+        return [group.rewards_normalized for group in self.groups]
+
+    @property
+    def rewards_normalized(self) -> bool:
+        """Whether rewards are normalized already, so that a trainer must not do it again (contract, section 5).
+
+        True where those of any group are. Groups differ only where they were submitted so; `normalized_groups` says
+        which are.
+        """
+        return any(self.normalized_groups)
+
     @property
     def tokens(self) -> int:
         """Real tokens, prompts included."""
@@ -76,14 +102,43 @@ class BatchData:
         return to_torch(self.arrays(pad_token_id=pad_token_id))
 
 
+@dataclass(slots=True, kw_only=True)
+class BatchData(Rollouts):
+    """A batch: after the hand-over its content never changes."""
+
+    batch_id: int
+    partial: bool
+    """Fewer groups than ``batch_size``: the end of the data, or a batch of dynamic size."""
+    redelivered: bool
+    """It was handed to this reader before and not acknowledged."""
+    entry: BatchEntry = field(repr=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectedRollouts(Rollouts):
+    """Groups that were asked for by their task ids, in that order, but for those that ended without a result."""
+
+    ended: dict[int, str] = field(default_factory=dict)
+    """The others: task id -> ``rejected: REASON`` or ``evicted: REASON``."""
+
+
+def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
+    """All groups of `parts`, in order; the version is the last part's."""
+    return Rollouts(
+        version=parts[-1].version,
+        groups=[group for part in parts for group in part.groups],
+        rows=[row for part in parts for row in part.rows],
+    )
+
+
 class AsyncBatch(BatchData):
     """A batch of an :class:`AsyncBatchStream`."""
 
-    _stream: AsyncBatchStream
+    stream: AsyncBatchStream
 
     async def ack(self) -> bool:
         """The batch is trained on: its rows go. False if that was so already."""
-        return await self._stream.ack(self)
+        return await self.stream.ack(self)
 
 
 class AsyncBatchStream:
@@ -96,7 +151,8 @@ class AsyncBatchStream:
         self._store = store
         self._settings = run_settings
         self._consumer = consumer
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Bounds the wait for each batch; None: no bound."""
         self._after = "0"
         self._joined = False
 
@@ -115,19 +171,24 @@ class AsyncBatchStream:
             raise StopAsyncIteration
         return batch
 
-    async def next(self) -> AsyncBatch | None:
+    async def next(self, *, meanwhile: Callable[[], Awaitable[None]] | None = None) -> AsyncBatch | None:
         """The next batch; None when the data has ended and everything was handed over.
+
+        `meanwhile` is awaited before each look, several times a second: who also submits does it there.
 
         Raises:
             CollectorUnavailableError: no collector lives.
             StallError: nothing can come before the version moves (after ``stall_timeout_s``), or none came in time.
             RowsMissingError: Redis has lost rows that the batch counts.
+            RunStoppedError: the run has stopped itself; what was cut before is handed over first.
         """
         if not self._joined:
             await self._store.join(self._consumer)
             self._joined = True
-        watch = _Watch(self._store, self._settings, self._timeout_s)
+        watch = Watch(self._store, self._settings, self.timeout_s)
         while True:
+            if meanwhile is not None:
+                await meanwhile()
             taken = await self._store.take(self._consumer, "reader", self._after)
             if taken.batch is not None:
                 batch = await self._load(taken.batch)
@@ -135,6 +196,8 @@ class AsyncBatchStream:
                 return batch
             if taken.end:
                 return None
+            if taken.stopped is not None:
+                raise run_stopped(taken.stopped)
             await watch.check(taken.blocked_at_version)
             await self._store.wait_for_batch(self._after, _POLL_S)
 
@@ -144,46 +207,52 @@ class AsyncBatchStream:
 
     async def _load(self, entry: BatchEntry) -> AsyncBatch:
         index = BatchIndex.unpack(entry.index)
-        names = [
-            (group.task, rollout.sample_idx, rollout.attempt) for group in index.groups for rollout in group.rollouts
-        ]
-        frames: list[bytes | None] = []
-        for at in range(0, len(names), _ROWS_PER_READ):
-            frames += await self._store.read_rows(names[at : at + _ROWS_PER_READ])
-        for name, frame in zip(names, frames, strict=True):
-            if frame is None:
-                raise RowsMissingError(
-                    f"batch {entry.batch_id}: the rows of group {name[0]}, slot {name[1]} are gone from Redis; it was "
-                    "flushed, or lost writes: check its persistence (appendonly yes, appendfsync always)"
-                )
-        # Decoding is CPU work: off the event loop, which also serves the other calls of this client.
-        rows = await asyncio.to_thread(_rows_of, index, [frame for frame in frames if frame is not None])
         batch = AsyncBatch(
             batch_id=entry.batch_id,
             version=entry.version,
             groups=index.groups,
             partial=index.partial,
             redelivered=entry.redelivered,
-            rows=rows,
+            rows=await load_rows(self._store, index.groups, f"batch {entry.batch_id}"),
             entry=entry,
             metrics=index.metrics,
         )
-        batch._stream = self
+        batch.stream = self
         return batch
 
 
-def _rows_of(index: BatchIndex, frames: list[bytes]) -> list[Row]:
+async def load_rows(store: Store, groups: Sequence[GroupSummary], where: str) -> list[Row]:
+    """The rows of `groups`, in order, with the rewards that their summaries say.
+
+    Raises:
+        RowsMissingError: Redis has lost some; `where` says what counts them.
+    """
+    names = [(group.task, rollout.sample_idx, rollout.attempt) for group in groups for rollout in group.rollouts]
+    frames: list[bytes | None] = []
+    for at in range(0, len(names), _ROWS_PER_READ):
+        frames += await store.read_rows(names[at : at + _ROWS_PER_READ])
+    for name, frame in zip(names, frames, strict=True):
+        if frame is None:
+            raise RowsMissingError(
+                f"{where}: the rows of group {name[0]}, slot {name[1]} are gone from Redis; it was "
+                "flushed, or lost writes: check its persistence (appendonly yes, appendfsync always)"
+            )
+    # Decoding is CPU work: off the event loop, which also serves the other calls of this client.
+    return await asyncio.to_thread(_rows_of, groups, [frame for frame in frames if frame is not None])
+
+
+def _rows_of(groups: Sequence[GroupSummary], frames: list[bytes]) -> list[Row]:
     out: list[Row] = []
-    summaries = [rollout for group in index.groups for rollout in group.rollouts]
+    summaries = [rollout for group in groups for rollout in group.rollouts]
     for rollout, frame in zip(summaries, frames, strict=True):
         for row, summary in zip(decode_rows(frame), rollout.rows, strict=True):
-            # The rows were written before the group was normalized: the index has the rewards that count.
+            # The rows were written before rewards were shaped and normalized: the summary has those that count.
             row.reward, row.original_reward = summary.reward, summary.original_reward
             out.append(row)
     return out
 
 
-class _Watch:
+class Watch:
     """Turns a wait that cannot end well into an error that says why."""
 
     def __init__(self, store: Store, settings: RunSettings, timeout_s: float | None) -> None:
@@ -195,6 +264,7 @@ class _Watch:
         self._dead_since: float | None = None
 
     async def check(self, blocked_at_version: int | None) -> None:
+        """Say, between two looks, that nothing came. Raises StallError, CollectorUnavailableError."""
         now = time.monotonic()
         self._check_blocked(blocked_at_version, now)
         if self._timeout_s is not None and now - self._began > self._timeout_s:
@@ -231,6 +301,10 @@ class _Watch:
 def explain(status: RunStatus, settings: RunSettings) -> str:
     """One line on what the next batch waits for."""
     where = f"{status.queued} groups queued, {status.running} running, {status.ready} of {settings.batch_size} ready"
+    if direct := status.direct_queued + status.direct_running:
+        where += f"; {direct} groups to be collected by id queued or running"
+    if status.stopped is not None:
+        return f"the run has stopped itself: {status.stopped}; mend the cause, then `forebay resume`"
     if not status.collector_alive:
         return f"no collector is alive ({where})"
     if status.in_flight == 0:
@@ -240,6 +314,6 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
         return f"no worker is alive ({where}); start one with `forebay worker`"
     if not status.servers:
         return f"no inference server is registered ({where}); set FOREBAY_SERVERS for the workers"
-    if status.running == 0 and status.ready < settings.batch_size and status.queued == 0:
+    if status.running == direct == 0 and status.ready < settings.batch_size and status.queued == 0:
         return f"too few groups for a batch ({where}); submit more, or end the data (`forebay end`)"
     return where

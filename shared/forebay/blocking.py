@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
-from forebay.batches import AsyncBatchStream, BatchData
+from forebay.batches import AsyncBatchStream, BatchData, CollectedRollouts, Rollouts
 from forebay.client import AsyncClient
 from forebay.options import GroupOptions
 from forebay.settings import EngineSettings, RunSettings, Settings
-from forebay.store.store import RunStatus
+from forebay.store.records import RunStatus
 from forebay.weights import UpdatePhase, WeightUpdateResult
 from forebay.workflow import WorkflowLike
 
@@ -85,10 +86,11 @@ class BatchStream:
         found = self._loop.run(self._stream.next())
         if found is None:
             return None
-        batch = Batch(
-            found.batch_id, found.version, found.groups, found.partial, found.redelivered, found.rows, found.entry,
-            found.metrics,
-        )  # fmt: skip
+        return self.own(found)
+
+    def own(self, found: BatchData) -> Batch:
+        """`found` as a batch of this stream."""
+        batch = Batch(**{name.name: getattr(found, name.name) for name in fields(BatchData)})
         batch._stream = self
         return batch
 
@@ -143,13 +145,77 @@ class Client:
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None = None,
         *,
+        is_eval: bool = False,
+        batched: bool = True,
         idempotency_key: str | None = None,
         **options: Unpack[GroupOptions],
     ) -> int:
         """Enqueue one prompt group and return its task id, without waiting for it to start."""
         return self._loop.run(
-            self._client.submit(data, workflow, workflow_kwargs, idempotency_key=idempotency_key, **options)
-        )
+            self._client.submit(
+                data, workflow, workflow_kwargs, is_eval=is_eval, batched=batched, idempotency_key=idempotency_key,
+                **options,
+            )
+        )  # fmt: skip
+
+    def wait_for_task(self, task_id: int, *, timeout_s: float | None = None) -> CollectedRollouts:
+        """The group `task_id`, once it has ended, whichever way."""
+        return self._loop.run(self._client.wait_for_task(task_id, timeout_s=timeout_s))
+
+    def rollout_batch(
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        is_eval: bool = False,
+        timeout_s: float | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> CollectedRollouts:
+        """Submit a group for each prompt in `data`, and wait for all: those accepted, in the order of `data`."""
+        return self._loop.run(
+            self._client.rollout_batch(
+                data, workflow, workflow_kwargs, is_eval=is_eval, timeout_s=timeout_s, **options
+            )
+        )  # fmt: skip
+
+    def evaluate(
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> CollectedRollouts:
+        """As :meth:`rollout_batch`, for evaluation."""
+        return self._loop.run(
+            self._client.evaluate(data, workflow, workflow_kwargs, timeout_s=timeout_s, **options)
+        )  # fmt: skip
+
+    def wait(self, count: int, *, consumer: str = "trainer", timeout_s: float | None = None) -> Rollouts | None:
+        """The next `count` accepted groups, however they are batched; fewer at the end of the data, None after it."""
+        return self._loop.run(self._client.wait(count, consumer=consumer, timeout_s=timeout_s))
+
+    def prepare_batch(
+        self,
+        dataloader: Iterable[Any],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        dynamic_bs: bool = False,
+        consumer: str = "trainer",
+        timeout_s: float | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> Batch:
+        """The next batch, with the queue kept full from `dataloader`; the one given before is acknowledged."""
+        found = self._loop.run(
+            self._client.prepare_batch(
+                dataloader, workflow, workflow_kwargs, dynamic_bs=dynamic_bs, consumer=consumer, timeout_s=timeout_s,
+                **options,
+            )
+        )  # fmt: skip
+        return BatchStream(self._loop, found.stream).own(found)
 
     def end_of_data(self) -> None:
         """Say that nothing more will be submitted: the last batch may be partial, and readers come to an end."""
@@ -162,6 +228,10 @@ class Client:
     def set_version(self, version: int) -> None:
         """Tell the run that the policy is at `version`. Raises VersionError if that would go backwards."""
         self._loop.run(self._client.set_version(version))
+
+    def recover(self, version: int) -> None:
+        """A trainer begins again from a checkpoint of `version`, which may be older than the run's."""
+        self._loop.run(self._client.recover(version))
 
     def version(self) -> int:
         """The policy version in force."""
@@ -176,6 +246,10 @@ class Client:
     def add_servers(self, urls: Iterable[str]) -> None:
         """Add inference servers to the run's registry."""
         self._loop.run(self._client.add_servers(list(urls)))
+
+    def resume(self) -> bool:
+        """Let a run that has stopped itself go on, with its failure budgets anew: whether it had stopped."""
+        return self._loop.run(self._client.resume())
 
     def status(self) -> RunStatus:
         """Where the groups of the run are, at one instant."""

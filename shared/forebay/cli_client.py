@@ -15,7 +15,7 @@ from forebay.batches import explain
 from forebay.blocking import Batch, Client
 from forebay.errors import QueueFullError, RunNotReadyError, SubmitError
 from forebay.settings import Settings, load
-from forebay.store.store import RunStatus
+from forebay.store.records import RunStatus
 from forebay.wire.values import encode_plain
 
 __all__ = ["print_run", "register", "run_table"]
@@ -29,6 +29,7 @@ def register(app: typer.Typer) -> None:
     app.command()(submit)
     app.command()(batches)
     app.command()(end)
+    app.command()(resume)
 
 
 def submit(
@@ -221,6 +222,13 @@ def _batch_line(batch: Batch) -> str:
     )
 
 
+def resume() -> None:
+    """Let a run that has stopped itself go on, with its failure budgets anew."""
+    with Client.connect() as client:
+        stopped = client.resume()
+    print(f"run {client.settings.run} {'goes on' if stopped else 'had not stopped'}")
+
+
 def end() -> None:
     """End the data: the last batch may be partial, and readers come to an end. A later submit opens it again."""
     with Client.connect() as client:
@@ -236,8 +244,9 @@ def run_table(status: RunStatus, client: Client) -> Table:
         "groups": f"{status.queued} queued, {status.running} running, {status.ready} ready, {status.cut} cut",
         "slots": f"{status.queued_jobs} queued, {status.leased} leased",
         "totals": ", ".join(
-            f"{status.count(name)} {name}" for name in ("submitted", "delivered", "rejected", "evicted")
+            f"{status.count(name)} {name}" for name in ("submitted", "requeued", "delivered", "rejected", "evicted")
         ),
+        "asked for by id": f"{status.direct_queued} queued, {status.direct_running} running, {status.held} to collect",
         "collector": "alive" if status.collector_alive else "none",
         "workers": str(len(status.workers)),
         "servers": ", ".join(status.servers) or "none",

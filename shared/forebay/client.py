@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from forebay.batches import AsyncBatchStream
-from forebay.errors import SubmitError, VersionError, WeightUpdateError
+from forebay.batches import AsyncBatch, AsyncBatchStream, CollectedRollouts, Rollouts
+from forebay.collecting import collect_groups
+from forebay.errors import QueueFullError, SubmitError, VersionError, WeightUpdateError
+from forebay.feeding import Feed, GroupBuffer
 from forebay.options import GroupOptions, resolve_rules
 from forebay.settings import EngineSettings, RunSettings, Settings, load
-from forebay.store.store import RunStatus, Store
+from forebay.store.records import Channel, RunStatus
+from forebay.store.store import Store
 from forebay.weights import UpdatePhase, WeightUpdateResult, update_weights_from_disk
 from forebay.wire.envelopes import GroupSpec
 from forebay.wire.values import encode_plain
@@ -20,6 +24,7 @@ from forebay.workflow import WorkflowLike, name_workflow
 __all__ = ["AsyncClient"]
 
 _MAX_SPEC_BYTES = 64 * 2**20
+_FULL_S = 0.1
 
 
 class AsyncClient:
@@ -31,6 +36,11 @@ class AsyncClient:
         self.run_settings = run_settings
         """The rules that the run's collector has published."""
         self._engine = engine
+        self._streams: dict[str, AsyncBatchStream] = {}
+        self._buffers: dict[str, GroupBuffer] = {}
+        self._prepared: dict[str, AsyncBatch] = {}
+        self._feed: Feed | None = None
+        self._dynamic: bool | None = None
 
     @classmethod
     async def connect(
@@ -68,10 +78,15 @@ class AsyncClient:
         workflow: WorkflowLike,
         workflow_kwargs: dict[str, Any] | None = None,
         *,
+        is_eval: bool = False,
+        batched: bool = True,
         idempotency_key: str | None = None,
         **options: Unpack[GroupOptions],
     ) -> int:
         """Enqueue one prompt group and return its task id, without waiting for it to start.
+
+        The group comes in a batch, or with ``batched=False`` to whoever asks :meth:`wait_for_task` for it. Groups with
+        `is_eval` are such, and neither the capacity rule nor eviction touches them.
 
         `options` are those of :class:`GroupOptions`; what is left out is as the run's settings say. With an
         `idempotency_key` that was used before (within 7 days), the group of then is returned and nothing is enqueued.
@@ -79,21 +94,146 @@ class AsyncClient:
         Raises:
             SubmitError: a ValueError; the group could not run, and nothing was enqueued.
             QueueFullError: ``max_queued_groups`` groups wait to start.
+            RunStoppedError: the run has stopped itself.
         """
-        size, rules = resolve_rules(options, self.run_settings)
-        packed = self._spec(data, workflow, workflow_kwargs).pack()
+        channel = Channel.EVAL if is_eval else Channel.BATCHES if batched else Channel.DIRECT
+        size, rules = resolve_rules(options, self.run_settings, is_eval=is_eval)
+        packed = self._spec(data, workflow, workflow_kwargs, is_eval=is_eval).pack()
         if len(packed) > _MAX_SPEC_BYTES:
             raise SubmitError(
                 f"the group is {len(packed)} bytes, above the bound of {_MAX_SPEC_BYTES}; pass paths instead"
             )
-        task_id, _ = await self._store.submit(packed, rules.pack(), size, idempotency_key)
+        task_id, _ = await self._store.submit(packed, rules.pack(), size, idempotency_key, channel)
         return task_id
 
-    def _spec(self, data: dict[str, Any], workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None) -> GroupSpec:
+    def _spec(
+        self, data: dict[str, Any], workflow: WorkflowLike, workflow_kwargs: dict[str, Any] | None, *, is_eval: bool
+    ) -> GroupSpec:
         if not isinstance(data, dict):
             raise SubmitError(f"data is a {type(data).__name__}; a prompt is a dict")
         name, kwargs = name_workflow(workflow, workflow_kwargs, self.run_settings.import_allowlist)
-        return GroupSpec(workflow=name, kwargs=kwargs, data=encode_plain(data))
+        return GroupSpec(workflow=name, kwargs=kwargs, data=encode_plain(data), is_eval=is_eval)
+
+    async def wait_for_task(self, task_id: int, *, timeout_s: float | None = None) -> CollectedRollouts:
+        """The group `task_id`, once it has ended, whichever way; `timeout_s` bounds the wait (None: no bound).
+
+        A group that waits for a batch is taken out of the stream; one that was put into a batch is an error.
+
+        Raises:
+            GroupNotDeliveredError: it is not known, was collected before, or is in a batch.
+            StallError: it has not ended in time; the text says what it waits for.
+            CollectorUnavailableError: no collector lives.
+            RunStoppedError: the run has stopped itself before it ended.
+        """
+        return await collect_groups(self._store, self.run_settings, [task_id], timeout_s)
+
+    async def rollout_batch(
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        is_eval: bool = False,
+        timeout_s: float | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> CollectedRollouts:
+        """Submit a group for each prompt in `data`, and wait for all: those accepted, in the order of `data`.
+
+        Those that were rejected, or stale when they were to be handed over, are in ``ended``. Where rewards are
+        normalized by statistics of the batch, the batch is what this call returns. Raises as :meth:`wait_for_task`
+        does; what was submitted by then runs on, and its results are kept for ``rows_ttl_s``.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        task_ids: list[int] = []
+        for item in data:
+            while True:
+                try:
+                    task_ids.append(
+                        await self.submit(item, workflow, workflow_kwargs, is_eval=is_eval, batched=False, **options)
+                    )
+                    break
+                except QueueFullError:
+                    if deadline is not None and time.monotonic() > deadline:
+                        raise
+                    await asyncio.sleep(_FULL_S)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return await collect_groups(self._store, self.run_settings, task_ids, left)
+
+    async def evaluate(
+        self,
+        data: Sequence[dict[str, Any]],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> CollectedRollouts:
+        """As :meth:`rollout_batch`, for evaluation: the episodes know it, and dumps go to ``eval-rollout``."""
+        return await self.rollout_batch(data, workflow, workflow_kwargs, is_eval=True, timeout_s=timeout_s, **options)
+
+    async def wait(self, count: int, *, consumer: str = "trainer", timeout_s: float | None = None) -> Rollouts | None:
+        """The next `count` accepted groups, however they are batched; fewer at the end of the data, None after it.
+
+        A batch is acknowledged when its last group was returned and this is called again. `timeout_s` bounds the wait
+        for each batch. Raises as :meth:`AsyncBatchStream.next` does.
+        """
+        if type(count) is not int or count < 1:
+            raise SubmitError(f"count={count!r}: must be an integer of at least 1")
+        if consumer not in self._buffers:
+            self._buffers[consumer] = GroupBuffer(self.batches(consumer))
+        return await self._buffers[consumer].take(count, timeout_s)
+
+    async def prepare_batch(
+        self,
+        dataloader: Iterable[Any],
+        workflow: WorkflowLike,
+        workflow_kwargs: dict[str, Any] | None = None,
+        *,
+        dynamic_bs: bool = False,
+        consumer: str = "trainer",
+        timeout_s: float | None = None,
+        **options: Unpack[GroupOptions],
+    ) -> AsyncBatch:
+        """The next batch, with the queue kept full from `dataloader`, which is gone through again and again.
+
+        The batch that this gave before is acknowledged, unless it was already. All arguments count for what is
+        submitted from now on. A dataloader that was passed before goes on where it was.
+
+        Args:
+            dataloader: gives prompts, or lists of prompts.
+            workflow: runs them.
+            workflow_kwargs: its arguments.
+            dynamic_bs: cut a batch once ``batch_size`` groups were accepted or rejected, with those accepted, instead
+                of waiting for so many accepted ones.
+            consumer: the cursor on the batches.
+            timeout_s: bounds the wait.
+            **options: of the groups.
+
+        Raises:
+            SubmitError: a prompt, or the workflow, cannot be submitted; or the dataloader gives nothing.
+            StallError, CollectorUnavailableError, RowsMissingError, RunStoppedError: as for the batch stream.
+        """
+        if (before := self._prepared.pop(consumer, None)) is not None:
+            await before.ack()
+        if dynamic_bs != self._dynamic:
+            await self._store.set_dynamic(dynamic_bs)
+            self._dynamic = dynamic_bs
+        if self._feed is None or self._feed.dataloader is not dataloader:
+            self._feed = Feed(dataloader)
+        feed = self._feed
+
+        async def submit(item: dict[str, Any]) -> int:
+            return await self.submit(item, workflow, workflow_kwargs, **options)
+
+        async def keep_full() -> None:
+            await feed.top_up(self.run_settings.batch_size - await self._store.queued(), submit)
+
+        stream = self._streams.setdefault(consumer, self.batches(consumer))
+        stream.timeout_s = timeout_s
+        while (batch := await stream.next(meanwhile=keep_full)) is None:
+            await keep_full()  # somebody else has ended the data; what is submitted here opens it again
+        self._prepared[consumer] = batch
+        return batch
 
     async def end_of_data(self) -> None:
         """Say that nothing more will be submitted: the last batch may be partial, and readers come to an end.
@@ -110,6 +250,15 @@ class AsyncClient:
         """Tell the run that the policy is at `version`. Raises VersionError if that would go backwards."""
         check_version(version)
         await self._store.set_version(version)
+
+    async def recover(self, version: int) -> None:
+        """A trainer begins again from a checkpoint of `version`, which may be older than the run's.
+
+        What it was handed and had not trained on no longer counts as ahead of the version; batches that it had not
+        acknowledged come again, and count again.
+        """
+        check_version(version)
+        await self._store.recover(version)
 
     async def version(self) -> int:
         """The policy version in force."""
@@ -142,6 +291,10 @@ class AsyncClient:
     async def add_servers(self, urls: Iterable[str]) -> None:
         """Add inference servers to the run's registry."""
         await self._store.add_servers(urls)
+
+    async def resume(self) -> bool:
+        """Let a run that has stopped itself go on, with its failure budgets anew: whether it had stopped."""
+        return await self._store.resume()
 
     async def status(self) -> RunStatus:
         """Where the groups of the run are, at one instant."""

@@ -1,8 +1,11 @@
 """Reward shaping and normalization: pure functions of numbers (contract, section 5).
 
 A row's reward gets the overlong penalty, then bias, scaling and clipping. Statistics are taken over references, one for
-each rollout, in float64; every row is centred and scaled by its group's, or its batch's, with its own reward:
+each rollout; every row is centred and scaled by its group's, or its batch's, with its own reward:
 ``(row - mean) / scale``.
+
+Sums are exact, so that means, leave-one-out baselines and variances are the float64 numbers next to the true ones:
+equal rewards give exact zeros, and the order of the rollouts does not matter. The time is linear in the rollouts.
 """
 
 from __future__ import annotations
@@ -85,27 +88,31 @@ def normalize(groups: Sequence[Sequence[ShapedRollout]], norm: NormConfig) -> li
     """The rows' rewards of each rollout of each group, centred and scaled as `norm` says.
 
     Where a level is ``batch``, its statistics are over all references of `groups`. The deviation is around the plain
-    mean in any case; it is 1 where there is nothing to scale by (one reference, a deviation of at most ``eps``, no
-    level), so that equal rewards give exact zeros.
+    mean in any case: around the leave-one-out baselines, as AReaL takes it, it would be too large. The scale is 1
+    where there is nothing to scale by (one reference, a deviation of at most ``eps``, no level).
 
     Args:
-        groups: every row has a reward, every rollout a reference.
+        groups: every row has a reward, every rollout a reference, all finite.
         norm: the rule.
+
+    Raises:
+        ContractError: a reward or a reference is missing.
     """
     references = [[_known(rollout.reference) for rollout in group] for group in groups]
-    everything = [value for group in references for value in group]
+    batch = _Statistics([value for own in references for value in own]) if norm.uses_batch else None
     out: list[list[list[float]]] = []
     at = 0
     for group, own in zip(groups, references, strict=True):
-        scale = 1.0 if norm.std_level is None else _scale(own if norm.std_level == "group" else everything, norm)
+        group_statistics = _Statistics(own) if norm.uses_group else None
+        centre = batch if norm.mean_level == "batch" else group_statistics
+        first = at if norm.mean_level == "batch" else 0
+        spread = batch if norm.std_level == "batch" else group_statistics
+        scale = 1.0 if norm.std_level is None or spread is None else spread.scale(norm)
         shifted = []
-        for place, rollout in enumerate(group):
-            if norm.mean_level == "group":
-                base = _baseline(own, place, leave_out=norm.mean_leave1out)
-            elif norm.mean_level == "batch":
-                base = _baseline(everything, at + place, leave_out=norm.mean_leave1out)
-            else:
-                base = 0.0
+        for place, rollout in enumerate(group, start=first):
+            base = 0.0
+            if norm.mean_level is not None and centre is not None:
+                base = centre.mean_without(place) if norm.mean_leave1out else centre.mean
             shifted.append([(_known(row) - base) / scale for row in rollout.rows])
         out.append(shifted)
         at += len(group)
@@ -118,23 +125,32 @@ def _known(value: float | None) -> float:
     return value
 
 
-def _mean(values: Sequence[float]) -> float:
-    if all(value == values[0] for value in values):
-        return values[0]  # not the sum's rounding: equal rewards give exact zeros
-    return math.fsum(values) / len(values)
+class _Statistics:
+    """Of one or more references, in integer arithmetic: each float is an integer over one common power of two."""
 
+    def __init__(self, values: Sequence[float]) -> None:
+        ratios = [value.as_integer_ratio() for value in values]
+        self._unit = max((below for _, below in ratios), default=1)
+        self._exact = [above * (self._unit // below) for above, below in ratios]
+        self._total = sum(self._exact)
+        self._count = len(values)
 
-def _baseline(references: Sequence[float], place: int, *, leave_out: bool) -> float:
-    if not leave_out or len(references) == 1:
-        return _mean(references)
-    return _mean([value for at, value in enumerate(references) if at != place])
+    @property
+    def mean(self) -> float:
+        return self._total / (self._count * self._unit)  # the division of integers rounds once
 
+    def mean_without(self, place: int) -> float:
+        """The mean of all others; of a single one, itself."""
+        if self._count == 1:
+            return self.mean
+        return (self._total - self._exact[place]) / ((self._count - 1) * self._unit)
 
-def _scale(references: Sequence[float], norm: NormConfig) -> float:
-    count = len(references)
-    mean = _mean(references)
-    if count <= 1:
-        return 1.0
-    divisor = count - 1 if norm.std_unbiased else count
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in references) / divisor)
-    return 1.0 if std <= norm.eps else std + norm.eps
+    def scale(self, norm: NormConfig) -> float:
+        count = self._count
+        if count <= 1:
+            return 1.0
+        # n * (sum of squares - square of sum / n), which is zero exactly where all are equal
+        squares = count * sum(value * value for value in self._exact) - self._total * self._total
+        divisor = count * (count - 1 if norm.std_unbiased else count)
+        std = math.sqrt(squares / (divisor * self._unit * self._unit))
+        return 1.0 if std <= norm.eps else std + norm.eps

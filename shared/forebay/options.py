@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from forebay.errors import SettingsError, SubmitError
 from forebay.group_rules import minimum_usable
+from forebay.imports import import_object
 from forebay.outcomes import OnSlotError
 from forebay.reward_rules import NormConfig, norm_of
 from forebay.settings import MAX_GROUP_SIZE, RunSettings
@@ -60,14 +62,29 @@ def resolve_rules(options: Mapping[str, Any], run: RunSettings, *, is_eval: bool
     except ValueError:
         raise SubmitError(f"on_slot_error={options.get('on_slot_error')!r}: must be 'keep' or 'drop_group'") from None
     accept = options.get("should_accept_fn")
-    explicit = options.get("min_usable_group_size")
-    if explicit is None and run.min_usable_group_size is not None:
-        explicit = min(run.min_usable_group_size, size)  # the run's default is for its own group size
     return size, GroupRules(
-        min_usable_group_size=minimum_usable(size, explicit, norm, run.trainer_reward_norm, run.trainer_adv_norm),
+        min_usable_group_size=_minimum(options.get("min_usable_group_size"), size, norm, run),
         drop_incomplete_group=drop,
         on_slot_error=on_slot_error.value,
         reward_normalization=norm,
-        should_accept_fn=None if accept is None else name_callable(accept, run.import_allowlist, "should_accept_fn"),
+        should_accept_fn=None if accept is None else _filter_name(accept, run.import_allowlist),
         is_eval=is_eval,
     )
+
+
+def _minimum(explicit: int | None, size: int, norm: NormConfig | None, run: RunSettings) -> int:
+    asked = explicit
+    if asked is None and run.min_usable_group_size is not None:
+        asked = min(run.min_usable_group_size, size)  # the run's default is for its own group size
+    try:
+        return minimum_usable(size, asked, norm, run.trainer_reward_norm, run.trainer_adv_norm)
+    except SubmitError as error:
+        where = "" if explicit is not None else " (the run's own setting; pass another with this group)"
+        raise SubmitError(f"{error}{where}") from None
+
+
+def _filter_name(function: Any, allowlist: Sequence[str]) -> str:
+    name = name_callable(function, allowlist, "should_accept_fn")
+    if inspect.iscoroutinefunction(import_object(name, allowlist) if isinstance(function, str) else function):
+        raise SubmitError(f"should_accept_fn: {name} is a coroutine function; a filter is a plain one")
+    return name

@@ -1,4 +1,8 @@
-"""The settings of reward shaping and normalization (contract, section 5); :mod:`forebay.normalization` does it."""
+"""The settings of reward shaping and normalization (contract, section 5); :mod:`forebay.normalization` does it.
+
+The bounds of ``clip`` and ``eps`` are chosen so that whatever is shaped and normalized stays finite in float32, the
+type of rewards in tensors: at most ``2 * 1e20 / 1e-12``.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,18 @@ __all__ = ["ROLLOUT_NORM", "NormConfig", "RewardShaping", "norm_of"]
 
 Level = Literal["batch", "group"] | None
 
+_MAX_CLIP = 1e20
+_MIN_EPS = 1e-12
+
 
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether `value` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +55,13 @@ class NormConfig:
         """
         for name in ("mean_level", "std_level"):
             value = getattr(self, name)
-            if value not in ("batch", "group", None):
+            if not (value is None or (isinstance(value, str) and value in ("batch", "group"))):
                 raise SettingsError(f"{name}={value!r}: must be 'batch', 'group' or None")
         for name in ("mean_leave1out", "std_unbiased"):
             if type(getattr(self, name)) is not bool:
                 raise SettingsError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not _number(self.eps) or not 0 < self.eps < math.inf:
-            raise SettingsError(f"eps={self.eps!r}: must be a finite number above 0")
+        if not _number(self.eps) or not self.eps >= _MIN_EPS:
+            raise SettingsError(f"eps={self.eps!r}: must be a finite number of at least {_MIN_EPS:g}")
         if self.mean_leave1out and self.mean_level is None:
             raise SettingsError(
                 "mean_leave1out=True with mean_level=None: no mean is subtracted, so nothing can be left out of it; "
@@ -72,7 +85,7 @@ class NormConfig:
 
     @classmethod
     def of(cls, form: Mapping[str, Any]) -> Self:
-        """From a map of its fields. Raises SettingsError."""
+        """From a map of its fields, as a user writes it: one that it does not have is refused. Raises SettingsError."""
         names = {item.name for item in dataclasses.fields(cls)}
         if unknown := sorted(str(name) for name in set(form) - names):
             raise SettingsError(
@@ -89,14 +102,17 @@ def norm_of(value: bool | NormConfig | Mapping[str, Any] | None) -> NormConfig |
     """What `reward_normalization` stands for: None where nothing is normalized.
 
     Raises:
-        SettingsError: it is none of False, True, a NormConfig, or a map of its fields.
+        SettingsError: it is none of False, True, a NormConfig, or a map of its fields; names the bad field.
     """
     if value is None or value is False:
         return None
     if value is True:
         return ROLLOUT_NORM
     if isinstance(value, Mapping):
-        value = NormConfig.of(value)
+        try:
+            value = NormConfig.of(value)
+        except SettingsError as error:
+            raise SettingsError(f"reward_normalization: {error}") from None
     if not isinstance(value, NormConfig):
         raise SettingsError(f"reward_normalization={value!r}: must be False, True or a NormConfig")
     return None if value.off else value
@@ -124,23 +140,35 @@ class RewardShaping:
             SettingsError: names the field, its value, and the remedy.
         """
         for name in ("bias", "scaling", "overlong_factor"):
-            if not _number(getattr(self, name)) or not math.isfinite(getattr(self, name)):
+            if not _number(getattr(self, name)):
                 raise SettingsError(f"{name}={getattr(self, name)!r}: must be a finite number")
         if self.scaling == 0:
-            raise SettingsError("scaling=0.0: every reward would be 0; leave it at 1, or do not train on this reward")
-        if not _number(self.clip) or not self.clip > 0:
-            raise SettingsError(f"clip={self.clip!r}: must be above 0 (inf: no bound)")
+            raise SettingsError(
+                f"scaling={self.scaling!r}: every reward would be 0; leave it at 1, or do not train on this reward"
+            )
+        if not _number(self.clip) or not 0 < self.clip <= _MAX_CLIP:
+            raise SettingsError(
+                f"clip={self.clip!r}: must be above 0 and at most {_MAX_CLIP:g}, which is as good as no bound"
+            )
         if self.overlong_factor < 0:
             raise SettingsError(
-                f"overlong_factor={self.overlong_factor!r}: must be at least 0; it is a penalty already"
+                f"overlong_factor={self.overlong_factor!r}: must be at least 0; it is subtracted already"
             )
-        if self.overlong_tokens is None:
+        self._check_overlong()
+
+    def _check_overlong(self) -> None:
+        tokens, budget = self.overlong_tokens, self.max_new_tokens
+        if tokens is None:
+            if self.overlong_factor != 1:
+                raise SettingsError(
+                    f"overlong_factor={self.overlong_factor!r}: there is no penalty without overlong_tokens; "
+                    "set overlong_tokens and max_new_tokens, or leave the factor out"
+                )
             return
-        if self.max_new_tokens is None:
+        if budget is None:
             raise SettingsError(
-                f"overlong_tokens={self.overlong_tokens}: the penalty is counted from max_new_tokens, which is not set"
+                f"overlong_tokens={tokens!r}: the penalty is counted from max_new_tokens, which is not set; "
+                "set max_new_tokens to what the workflow's gconfig has"
             )
-        if not 1 <= self.overlong_tokens <= self.max_new_tokens:
-            raise SettingsError(
-                f"overlong_tokens={self.overlong_tokens}: must be from 1 to max_new_tokens={self.max_new_tokens}"
-            )
+        if type(tokens) is not int or type(budget) is not int or not 1 <= tokens <= budget:
+            raise SettingsError(f"overlong_tokens={tokens!r}: must be an integer from 1 to max_new_tokens={budget!r}")

@@ -7,12 +7,23 @@ engine client are :class:`EngineSettings`. Durations end in ``_s`` and are secon
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from forebay.errors import SettingsError
@@ -20,7 +31,7 @@ from forebay.group_rules import minimum_usable
 from forebay.outcomes import FailureKind, OnSlotError
 from forebay.reward_rules import NormConfig, RewardShaping, norm_of
 
-__all__ = ["EngineSettings", "RunSettings", "Settings", "load"]
+__all__ = ["EngineSettings", "RunSettings", "Settings", "load", "unknown_variables"]
 
 MAX_GROUP_SIZE = 4096
 """Slots of one group; Redis starts them all in one step."""
@@ -41,18 +52,36 @@ def _split(value: object) -> object:
     return value
 
 
-def _json(value: object) -> object:
-    """A JSON object, or true, false or null, from the environment."""
-    if isinstance(value, str):
-        text = value.strip()
-        if not text:
-            return None
-        try:
-            return json.loads(text if text.startswith("{") else text.lower())
-        except ValueError:
-            raise ValueError('write true, false, or a JSON object such as {"mean_level": "group"}') from None
-    return value
+_WORDS = {"": None, "null": None, "none": None, "true": True, "1": True, "yes": True, "on": True,
+          "false": False, "0": False, "no": False, "off": False}  # fmt: skip
 
+
+def _norm(value: object) -> object:
+    """A normalization, as the word or the JSON object that the environment has for it, or as it is."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        try:
+            value = _WORDS[word] if word in _WORDS else json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError('write true, false, or a JSON object such as {"mean_level": "group"}') from None
+    if isinstance(value, Mapping):
+        return NormConfig.of(value)
+    if value is None or isinstance(value, (bool, NormConfig)):
+        return value
+    raise ValueError('must be true, false, or a NormConfig (in the environment a JSON object: {"mean_level": "group"})')
+
+
+def _trainer_norm(value: object) -> object:
+    """The same of what the trainer does, where a bare true would not say by which statistics."""
+    norm = _norm(value)
+    if norm is True:
+        raise ValueError('say by which statistics the trainer normalizes, such as {"mean_level": "batch"}, or false')
+    return norm or None
+
+
+_SHAPING = {"reward_bias": "bias", "reward_scaling": "scaling", "reward_clip": "clip",
+            "overlong_penalty_factor": "overlong_factor"}  # fmt: skip
+"""Settings of shaping by what :class:`RewardShaping` calls them."""
 
 S = TypeVar("S", bound=BaseSettings)
 _Name = Annotated[str, AfterValidator(_valid_name)]
@@ -128,7 +157,7 @@ class RunSettings(_Base):
     group_size: int = Field(8, ge=1, le=MAX_GROUP_SIZE)
     """Default of ``submit``."""
     min_usable_group_size: int | None = Field(None, ge=1)
-    """None: derived, 2 where rewards are normalized by group statistics, else 1."""
+    """None: derived, 2 where rewards or advantages are normalized by group statistics, else 1."""
     drop_incomplete_group: bool = False
     on_slot_error: OnSlotError = OnSlotError.KEEP
     """``drop_group``: a failed slot rejects its group, as in AReaL."""
@@ -145,7 +174,7 @@ class RunSettings(_Base):
     reward_scaling: float = 1.0
     """Multiplies each reward, after the bias."""
     reward_clip: float = 20.0
-    """Bound on the absolute value of a reward, after bias and scaling."""
+    """Bound on the absolute value of a reward, after bias and scaling; 1e20 is as good as none."""
     overlong_tokens: int | None = None
     """The last so many of `max_new_tokens` cost a penalty that grows linearly; None: no penalty."""
     overlong_penalty_factor: float = 1.0
@@ -192,9 +221,8 @@ class RunSettings(_Base):
     """Needed for dumps: what decodes token ids to text."""
 
     _split_allowlist = field_validator("import_allowlist", mode="before")(_split)
-    _parse_norms = field_validator(
-        "reward_normalization", "trainer_reward_norm", "trainer_adv_norm", mode="before"
-    )(_json)  # fmt: skip
+    _parse_norm = field_validator("reward_normalization", mode="before")(lambda value: _norm(value) or False)
+    _parse_trainer_norms = field_validator("trainer_reward_norm", "trainer_adv_norm", mode="before")(_trainer_norm)
 
     @field_validator("import_allowlist")
     @classmethod
@@ -221,14 +249,24 @@ class RunSettings(_Base):
             raise ValueError("dump_to_file needs tokenizer_path, the model folder or name whose tokenizer decodes rows")
         return self
 
+    @field_validator(*_SHAPING)
+    @classmethod
+    def _check_shaping_alone(cls, value: float, info: ValidationInfo) -> float:
+        part = _SHAPING[str(info.field_name)]
+        known = {"overlong_tokens": 1, "max_new_tokens": 1} if part == "overlong_factor" else {}
+        try:
+            RewardShaping(**{part: value}, **known)
+        except SettingsError as error:
+            raise ValueError(str(error).partition(": ")[2]) from None
+        return value
+
     def _check_shaping(self) -> None:
-        names = {"bias": "reward_bias", "scaling": "reward_scaling", "clip": "reward_clip",
-                 "overlong_factor": "overlong_penalty_factor"}  # fmt: skip
         try:
             _ = self.shaping
         except SettingsError as error:
             name, equals, rest = str(error).partition("=")
-            raise ValueError(f"{names.get(name, name)}{equals}{rest}") from None
+            field = next((field for field, part in _SHAPING.items() if part == name), name)
+            raise ValueError(f"{field}{equals}{rest}") from None
 
     def _check_fleet(self) -> None:
         groups = min(self.max_concurrent, self.capacity)
@@ -290,6 +328,25 @@ class EngineSettings(_Base):
     """Bound on remembered rid -> server pairs."""
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     update_timeout_s: float = Field(300.0, gt=0)
+
+
+_OTHERS = ("LOG_LEVEL", "LOG_JSON", "DEBUG", "HTTP_TOKEN")
+_OTHER_PREFIXES = ("WORKER_", "COLLECTOR_", "TEST_")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[tuple[str, str | None]]:
+    """The variables that begin with ``FOREBAY_`` and are no setting, each with the setting that may be meant."""
+    known = {f"FOREBAY_{name.upper()}" for kind in (Settings, RunSettings) for name in kind.model_fields}
+    known |= {f"FOREBAY_ENGINE_{name.upper()}" for name in EngineSettings.model_fields}
+    known |= {f"FOREBAY_{name}" for name in _OTHERS}
+    unknown = sorted(
+        name
+        for name in environment
+        if name.startswith("FOREBAY_")
+        and name not in known
+        and not name.removeprefix("FOREBAY_").startswith(_OTHER_PREFIXES)
+    )
+    return [(name, next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.8)), None)) for name in unknown]
 
 
 def load(kind: type[S], /, **values: Any) -> S:

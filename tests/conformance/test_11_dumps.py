@@ -83,6 +83,12 @@ def lines(root: Path, task: int) -> list[dict[str, Any]]:
     return [json.loads(line) for path in found for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
+def rewards(root: Path, task: int) -> tuple[float, float | None]:
+    """Reward and raw reward in the one line of group `task`."""
+    (line,) = lines(root, task)
+    return line["reward"], line.get("original_reward")
+
+
 def places(root: Path) -> list[str]:
     """All files below `root`."""
     return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
@@ -230,23 +236,30 @@ class TestRewriting:
         assert lines(tmp_path / "dumps", task)[0]["outcome"] == "evicted"
 
     async def test_rewards_of_a_batch(self, driver: Driver, dumper: Dumper, tmp_path: Path) -> None:
-        """11, 5: rewards with statistics of the batch are in the files as in the index once the batch is cut."""
+        """11, 5: rewards with statistics of the batch are in the files as in its index, anew where it is re-cut."""
+        root = tmp_path / "dumps"
         norm = NormConfig(mean_level="batch", std_level=None)
-        for reward in (2.0, 6.0):
-            (task,) = await driver.submit(1, size=1)
-            summary = await committed(driver, dumper, task, [versions(0, 0, reward=reward)], norm=norm)
-            assert summary.batch_norm == norm
-            summary.rollouts[0].rows[0].reward = -77.0  # as if an earlier batch had been cut with it
-            await dumper.rewrite_rewards(summary, f"rollout/{summary.tail}")
-            assert lines(tmp_path / "dumps", task)[0]["reward"] == -77.0
-        settings = RunSettings(batch_size=2)
-        await Cutter(driver.store, settings, CollectorMetrics(settings), dumper).cut(driver.epoch)
-        batch, _ = await driver.take_batch()
+        rules = RunSettings(batch_size=2)
+        cutter = Cutter(driver.store, rules, [].append, CollectorMetrics(rules), dumper)
+        tasks = []
+        for version, reward in ((0, 2.0), (1, 6.0)):
+            tasks += await driver.submit(1, size=1)
+            await committed(driver, dumper, tasks[-1], [versions(version, version, reward=reward)], norm=norm)
+            assert rewards(root, tasks[-1]) == (reward, None), "as they are before there is a batch"
+        assert await cutter.cut(driver.epoch) == 1
+        assert [rewards(root, task) for task in tasks] == [(-2.0, 2.0), (2.0, 6.0)], "mean 4"
+        await driver.store.set_version(2)
+        assert (await driver.take()).batch is None, "one of the two is stale"
+        tasks += await driver.submit(1, size=1)
+        await committed(driver, dumper, tasks[2], [versions(2, 2, reward=10.0)], norm=norm)
+        assert await cutter.cut(driver.epoch) == 1
+        batch, fresh = await driver.take_batch()
+        assert fresh == tasks[1:]
+        assert [rewards(root, task) for task in fresh] == [(-2.0, 6.0), (2.0, 10.0)], "mean 8"
         for group in BatchIndex.unpack(batch.index).groups:
-            (line,) = lines(tmp_path / "dumps", group.task)
             ((known,),) = (rollout.rows for rollout in group.rollouts)
-            assert (line["reward"], line.get("original_reward")) == (known.reward, known.original_reward)
-            assert (line["outcome"], line["version_rle"]) == ("accepted", [[0, 3]])
+            assert rewards(root, group.task) == (known.reward, known.original_reward)
+            assert lines(root, group.task)[0]["outcome"] == "accepted"
 
 
 work = st.sampled_from(["write", "mark", "first", "second", "third"])

@@ -30,7 +30,7 @@ from forebay.http_metrics import Listen, MetricsServer, is_loopback
 from forebay.metrics import GroupTally, batch_metrics, scope_metrics
 from forebay.outcomes import RejectReason
 from forebay.store import Store
-from forebay.store.store import RunStatus
+from forebay.store.records import RunStatus
 from forebay.wire.envelopes import GroupSummary
 from forebay_collector.dump import Dumper
 from forebay_collector.exposition import Exposition
@@ -171,11 +171,11 @@ class TestBatches:
         third = metrics.of_batch([group(1, 1)], status(counters={"evicted": 6}))
         assert (third["rollout/accepted"], third["rollout/rejected"], third["rollout/evicted"]) == (0.0, 1.0, 1.0)
 
-    @pytest.mark.parametrize(("ahead", "cut", "staleness"), [(0, 0, 1), (3, 0, 1), (3, 1, 2), (4, 4, 3)])
+    @pytest.mark.parametrize(("ahead", "cut", "staleness"), [(0, 0, 1), (2, 0, 1), (2, 1, 2), (4, 2, 3)])
     def test_staleness_is_that_of_the_training(self, ahead: int, cut: int, staleness: int) -> None:
         """12, 6: the version at training counts what is handed over or cut ahead of the batch: B = 2, k = 2."""
         metrics = CollectorMetrics(RunSettings(batch_size=2, batches_per_version=2))
-        found = metrics.of_batch([group(1, head=3)], status(version=4, delivered_ahead=ahead, cut=cut))
+        found = metrics.of_batch([group(1, head=3)], status(version=4, delivered_ahead=ahead, cut_batches=cut))
         assert found["rollout/staleness/max"] == staleness
 
     async def test_delivered_with_each_batch(self, redis_url: str, run_name: str) -> None:

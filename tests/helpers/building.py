@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from forebay import NormConfig
 from forebay.outcomes import FailureKind, SlotOutcome
-from forebay.wire.envelopes import GroupSummary, RolloutSummary, RowSummary, SlotHeader
+from forebay.reward_rules import RewardShaping
+from forebay.wire.envelopes import GroupRules, GroupSummary, RolloutSummary, RowSummary, SlotHeader
 from forebay.wire.rows import Row
+from forebay_collector.decision import Decision, decide
 
 
 def row(
@@ -73,6 +76,22 @@ def failed(task: int, idx: int, kind: FailureKind = FailureKind.INFRA, reason: s
 def rejected(task: int, idx: int) -> SlotHeader:
     """The header of a slot whose workflow returned None."""
     return SlotHeader(task, idx, attempt=1, outcome=SlotOutcome.REJECTED.value)
+
+
+def decided(headers: Sequence[SlotHeader], norm: NormConfig | None, shaping: RewardShaping, task: int = 1) -> Decision:
+    """The decision on a group."""
+    rules = GroupRules(1, reward_normalization=norm)
+    return decide(task, len(headers), rules, {header.idx: header for header in headers}, shaping)
+
+
+def rewards(group: GroupSummary) -> list[float | None]:
+    """The rewards of a group's rows."""
+    return [row.reward for rollout in group.rollouts for row in rollout.rows]
+
+
+def originals(group: GroupSummary) -> list[float | None]:
+    """Their raw rewards, where they are carried."""
+    return [row.original_reward for rollout in group.rollouts for row in rollout.rows]
 
 
 def group_of(

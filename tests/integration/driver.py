@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from forebay.outcomes import FailureKind, SlotOutcome
 from forebay.settings import RunSettings
 from forebay.store import Store
-from forebay.store.store import BatchEntry, RunStatus, Taken
+from forebay.store.records import BatchEntry, Channel, RunStatus, Taken
 from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import BatchIndex, GroupSummary, RolloutSummary, RowSummary, SlotHeader
 from forebay.wire.rows import Row, rows_from_tensors
@@ -48,9 +50,9 @@ class Driver:
         self.epoch = await self.store.lead("collector-1", 60)
         await self.store.configure(self.epoch, RunSettings(**{"batch_size": 2, "retry_backoff_s": 0, **settings}))  # type: ignore[arg-type]
 
-    async def submit(self, count: int = 1, size: int = 2) -> list[int]:
+    async def submit(self, count: int = 1, size: int = 2, channel: Channel = Channel.BATCHES) -> list[int]:
         """Submit groups: their task ids."""
-        return [(await self.store.submit(b"spec", b"rules", size, uuid.uuid4().hex))[0] for _ in range(count)]
+        return [(await self.store.submit(b"spec", b"rules", size, uuid.uuid4().hex, channel))[0] for _ in range(count)]
 
     async def admit(self, deadline_s: float = 60) -> int:
         """Start what may start."""
@@ -73,16 +75,18 @@ class Driver:
             header=header.pack(),
             rows=encode_rows([row]),
             rows_ttl_s=600,
+            head=version,
         )
 
     async def fail(self, attempt: tuple[int, int, int], kind: FailureKind = FailureKind.INFRA) -> str:
         """Publish a failure."""
         header = SlotHeader(*attempt, outcome="failed", kind=kind.value, reason="it failed")
         return await self.store.publish(
-            *attempt, outcome=SlotOutcome.FAILED, kind=kind, header=header.pack(), rows=None, rows_ttl_s=600
-        )
+            *attempt, outcome=SlotOutcome.FAILED, kind=kind, header=header.pack(), rows=None, rows_ttl_s=600,
+            reason="it failed",
+        )  # fmt: skip
 
-    async def commit(self, task_id: int, version: int = 0, size: int = 2, reason: str = "") -> bool:
+    async def commit(self, task_id: int, version: int = 0, size: int = 2, reason: str = "", detail: str = "") -> bool:
         """Accept a group (reject it where there is a reason)."""
         rollouts = [
             RolloutSummary(idx, self.attempts.get((task_id, idx), 1), [RowSummary.of(a_row(version))])
@@ -91,8 +95,9 @@ class Driver:
         summary = GroupSummary(task_id, size, rollouts)
         decision = "rejected" if reason else "ready"
         return await self.store.commit(
-            self.epoch, task_id, decision, reason=reason, summary=summary.pack(), head=summary.head
-        )
+            self.epoch, task_id, decision, reason=reason, summary=summary.pack(), head=summary.head,
+            detail=detail,
+        )  # fmt: skip
 
     async def finish(self, count: int = 1, version: int = 0, size: int = 2) -> list[int]:
         """Submit groups and bring them to ready."""
@@ -134,6 +139,13 @@ class Driver:
         """The status, with the invariants that hold at every instant."""
         status = await self.store.status()
         ended = status.count("delivered") + status.count("rejected") + status.count("evicted")
-        assert status.count("submitted") == ended + status.in_flight, status
+        assert status.count("submitted") + status.count("requeued") == ended + status.in_flight, status
         assert status.running + status.ready + status.cut + status.delivered_ahead <= status.capacity, status
         return status
+
+
+async def reap_until(driver: Driver, done: Callable[[RunStatus], bool]) -> None:
+    """Reap until the status says so, within 5 s."""
+    async with asyncio.timeout(5):
+        while not done(await driver.store.status()):
+            await driver.store.reap(driver.epoch)

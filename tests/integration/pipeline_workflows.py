@@ -35,6 +35,8 @@ class EchoWorkflow(RolloutWorkflow):
         response = await engine.agenerate(ModelRequest(rid=uuid.uuid4().hex, input_ids=data["ids"]))
         prompt, output = response.input_len, response.output_len
         reward = data.get("rewards", {}).get(str(context.sample_idx), 1.0)
+        if action == "reward_is_eval":
+            reward = float(context.is_eval and workflow_context.stat_scope() == "eval-rollout")
         return {
             "input_ids": torch.tensor([response.input_tokens + response.output_tokens], dtype=torch.int32),
             "attention_mask": torch.ones((1, prompt + output), dtype=torch.bool),

@@ -20,7 +20,8 @@ CLOSED = "redis://user:hunter2@127.0.0.1:1/0"
 
 async def forebay(*words: str, running: Services | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command in the run of `running`."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "FOREBAY_LOG_LEVEL": "error", **environment}
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    env = {**os.environ, "PYTHONPATH": paths, "FOREBAY_LOG_LEVEL": "error", **environment}
     if running is not None:
         env |= {
             "REDIS_URL": running.settings.resolved_redis_url(),
@@ -64,6 +65,22 @@ async def test_submit_and_read(redis_url: str, run_name: str, tmp_path: Path) ->
         await forebay("end", running=running)
         ended = await forebay("batches", "--timeout", "20", running=running)
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "end of data\n")
+
+
+async def test_submit_normalizes(redis_url: str, run_name: str, tmp_path: Path) -> None:
+    """--normalize and --no-normalize win over the run's setting; without either it holds (contract 5)."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"ids": [1], "rewards": {"0": 1.0, "1": 3.0}}\n')
+    async with services(redis_url, run_name, batch_size=3, reward_normalization=True) as (running, client):
+        for words in [("--normalize",), ("--no-normalize",), ()]:
+            done = await forebay("submit", str(file), "--workflow", WORKFLOW, *words, running=running)
+            assert (done.returncode, done.stderr) == (0, "")
+        read = await forebay("batches", "--count", "1", "--timeout", "20", "--json", running=running)
+        found = {group["task_id"]: group["rewards"] for group in json.loads(read.stdout)["groups"]}
+        assert (await client.status()).count("submitted") == 3
+    assert found[1] == pytest.approx([-1, 1], abs=1e-6)
+    assert found[2] == [1.0, 3.0]
+    assert found[3] == found[1]
 
 
 async def test_bad_lines_are_named_and_the_others_go(redis_url: str, run_name: str, prompts: Path) -> None:
@@ -130,5 +147,8 @@ async def test_bad_settings_name_the_variable(redis_url: str) -> None:
     done = await forebay("collector", REDIS_URL=redis_url, FOREBAY_BATCH_SIZE="0")
     assert done.returncode == 2
     assert "FOREBAY_BATCH_SIZE='0'" in done.stderr
+    norm = await forebay("collector", REDIS_URL=redis_url, FOREBAY_REWARD_NORMALIZATION='{"mean": "group"}')
+    assert (norm.returncode, norm.stderr.count("\n")) == (2, 1)
+    assert 'FOREBAY_REWARD_NORMALIZATION=\'{"mean": "group"}\': unknown field mean of a NormConfig' in norm.stderr
     starved = await forebay("collector", REDIS_URL=redis_url, FOREBAY_GROUP_DEADLINE_S="5")
     assert "group_deadline_s=5 is below episode_timeout_s=600" in starved.stderr

@@ -26,7 +26,7 @@ from forebay.errors import (
     VersionError,
     WorkflowError,
 )
-from forebay.store.store import RunStatus
+from forebay.store.records import RunStatus
 
 
 def prompt(**fields: Any) -> dict[str, Any]:

@@ -298,7 +298,7 @@ class TestBatches:
         await driver.finish(3)
         await driver.cut()
         await store.end_of_data()
-        assert await store.may_cut_partial()
+        assert (await store.cut_rule()).partial
         await driver.take_batch()
         assert not (await driver.take()).end, "one group is still ready"
         await driver.cut(1)

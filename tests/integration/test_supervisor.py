@@ -316,6 +316,16 @@ async def test_quick_failures_end_the_stack_with_the_log(tmp_path: Path) -> None
     assert _children() == before
 
 
+async def test_a_refusal_is_final(tmp_path: Path) -> None:
+    """A process that names bad input (exit code 2) before it was ever ready is not started again."""
+    probe = _python("probe", "import sys; print('error: BATCH=0: too small'); sys.exit(2)", ready=LogLine("up"))
+    stack = LocalStack(_only(tmp_path, probe))
+    with pytest.raises(ProcessFailedError, match=r"(?s)probe refused to start.*BATCH=0: too small"):
+        async with stack:
+            pytest.fail("it came up")
+    assert stack.processes["probe"].restarts == 0
+
+
 async def test_a_failure_while_up_cancels_the_body(tmp_path: Path) -> None:
     """When a process fails for good later on, the body of the block ends with that error."""
     marker = tmp_path / "broken"

@@ -9,12 +9,14 @@ import pytest
 import structlog.testing
 import torch
 from helpers import filters
-from helpers.building import group_of, row
+from helpers.building import group_of, headers_of, rejected, row
 
-from forebay import RejectReason, RolloutGroup
-from forebay.wire.envelopes import GroupSummary
+from forebay import NormConfig, RejectReason, RolloutGroup
+from forebay.reward_rules import ROLLOUT_NORM, RewardShaping
+from forebay.wire.envelopes import GroupRules, GroupSummary
 from forebay.wire.rows import Row
 from forebay_collector.accept import AcceptFilter
+from forebay_collector.decision import decide
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +29,22 @@ def seen() -> Iterator[list[dict[str, Any]]]:
 
 def group(*rewards: float | None) -> tuple[GroupSummary, list[Row]]:
     """A group of rollouts of one row each."""
-    return group_of({idx: [row([1, 2, 3], reward=reward)] for idx, reward in enumerate(rewards)})
+    return decided_group({idx: [row([1, 2, 3], reward=reward)] for idx, reward in enumerate(rewards)})
+
+
+def decided_group(
+    rollouts: dict[int, list[Row]], norm: NormConfig | None = None, **shaping: float
+) -> tuple[GroupSummary, list[Row]]:
+    """A group as the collector has decided on it, and its rows as they were written."""
+    summary, rows = group_of(rollouts)
+    headers = {header.idx: header for header in headers_of(summary).values()}
+    size = max(headers) + 1
+    for idx in set(range(size)) - set(headers):
+        headers[idx] = rejected(summary.task, idx)
+    rules = GroupRules(1, reward_normalization=norm)
+    decision = decide(summary.task, size, rules, headers, RewardShaping(**shaping))  # type: ignore[arg-type]
+    assert decision.reason is None
+    return decision.summary, rows
 
 
 async def judged(name: str, summary: GroupSummary, rows: list[Row]) -> tuple[RejectReason | None, str]:
@@ -90,7 +107,7 @@ class TestWhatItSees:
 
     async def test_padded_tensors_and_the_group(self, seen: list[dict[str, Any]]) -> None:
         """Rows of all rollouts, padded, and which rollout each belongs to."""
-        summary, rows = group_of(
+        summary, rows = decided_group(
             {1: [row([1, 2, 3], reward=0.5), row([4, 5], reward=0.5)], 3: [row([6, 7], reward=2.0)]}
         )
         assert await judged("look", summary, rows) == (None, "")
@@ -105,14 +122,19 @@ class TestWhatItSees:
         assert seen[0]["rewards"].tolist() == seen[0]["original_rewards"].tolist() == [1.0, 3.0]
 
     async def test_both_rewards_with_normalization(self, seen: list[dict[str, Any]]) -> None:
-        """After normalization, rewards are the normalized and original_rewards the raw ones; references are raw."""
-        summary, rows = group(1.0, 3.0)
-        for rollout, value in zip(summary.rollouts, (-1.0, 1.0), strict=True):
-            rollout.rows[0].original_reward, rollout.rows[0].reward = rollout.rows[0].reward, value
-        await judged("look", summary, rows)
-        assert seen[0]["rewards"].tolist() == [-1.0, 1.0]
+        """After normalization, rewards are the normalized and original_rewards the raw ones; references are shaped."""
+        rollouts = {idx: [row([1, 2, 3], reward=reward)] for idx, reward in enumerate((1.0, 3.0))}
+        await judged("look", *decided_group(rollouts, ROLLOUT_NORM, bias=1.0))
+        assert seen[0]["rewards"].tolist() == pytest.approx([-1.0, 1.0])
         assert seen[0]["original_rewards"].tolist() == [1.0, 3.0]
-        assert seen[0]["rollout_group"].rewards == (1.0, 3.0)
+        assert seen[0]["rollout_group"].rewards == (2.0, 4.0)
+
+    async def test_both_rewards_before_the_batch_is_cut(self, seen: list[dict[str, Any]]) -> None:
+        """Where statistics are the batch's, rewards are as shaped; the raw ones are there as ever."""
+        rollouts = {idx: [row([1, 2, 3], reward=reward)] for idx, reward in enumerate((1.0, 30.0))}
+        await judged("look", *decided_group(rollouts, NormConfig()))
+        assert seen[0]["rewards"].tolist() == [1.0, 20.0]
+        assert seen[0]["original_rewards"].tolist() == [1.0, 30.0]
 
     async def test_without_a_reward(self, seen: list[dict[str, Any]]) -> None:
         """Where a row has no reward, the key is absent: nothing is filled in."""

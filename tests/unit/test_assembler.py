@@ -7,7 +7,7 @@ from helpers.building import failed, usable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.store.store import ResultEntry
+from forebay.store.records import ResultEntry
 from forebay.wire.envelopes import GroupRules, SlotHeader
 from forebay_collector.assembler import Assembled, Assembler
 

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from forebay import EngineSettings, FailureKind, RunSettings, Settings, load
+from forebay import EngineSettings, FailureKind, NormConfig, RunSettings, Settings, load
 from forebay.errors import SettingsError
+from forebay.reward_rules import ROLLOUT_NORM, RewardShaping
+from forebay.settings import unknown_variables
 
 SECRET = "hunter2"
 URL = f"redis://user:{SECRET}@example.invalid:6379/3"
@@ -156,11 +158,14 @@ class TestContradictions:
                 {"group_deadline_s": 10, "episode_timeout_s": 20.5},
                 r"group_deadline_s=10 is below episode_timeout_s=20\.5: .*raise the deadline or lower the time-out",
             ),
-            ({"group_size": 4, "min_usable_group_size": 5}, "min_usable_group_size=5 is above group_size=4"),
+            (
+                {"group_size": 4, "min_usable_group_size": 5},
+                "min_usable_group_size=5: must be an integer from 1 to group_size=4",
+            ),
             ({"dump_to_file": True}, "dump_to_file needs tokenizer_path"),
             (
                 {"group_size": 4, "min_usable_group_size": 1, "reward_normalization": True},
-                "min_usable_group_size=1: rewards are normalized by group statistics, which need at least 2",
+                r"min_usable_group_size=1: statistics of the group \(by reward_normalization\) need at least 2 usable",
             ),
         ],
     )
@@ -207,6 +212,128 @@ class TestContradictions:
             load(RunSettings, **{name: value})
 
 
+class TestRewards:
+    """contract 5: what is done to rewards, as the environment says it."""
+
+    @pytest.mark.parametrize(
+        ("text", "want"),
+        [
+            ("true", ROLLOUT_NORM),
+            (" True ", ROLLOUT_NORM),
+            ("1", ROLLOUT_NORM),
+            ("false", None),
+            ("off", None),
+            ("null", None),
+            ("", None),
+            ("{}", NormConfig()),
+            ('{"mean_level": "group", "std_level": null}', NormConfig("group", std_level=None)),
+            (
+                '{"mean_leave1out": true, "std_unbiased": false, "eps": 0.5}',
+                NormConfig("batch", True, "batch", False, 0.5),
+            ),
+            ('{"mean_level": null, "std_level": null}', None),
+        ],
+    )
+    def test_normalization(self, text: str, want: NormConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A word or a JSON object; published and read again, it is the same."""
+        monkeypatch.setenv("FOREBAY_REWARD_NORMALIZATION", text)
+        published = load(RunSettings)
+        assert published.norm == want
+        monkeypatch.setenv("FOREBAY_REWARD_NORMALIZATION", "rubbish")
+        assert RunSettings(**json.loads(published.model_dump_json())).norm == want
+
+    @pytest.mark.parametrize("text", ["false", "", "null", "none"])
+    def test_a_trainer_without_normalization(self, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No norm of the trainer's is None."""
+        monkeypatch.setenv("FOREBAY_TRAINER_REWARD_NORM", text)
+        assert load(RunSettings).trainer_reward_norm is None
+
+    def test_a_trainers_normalization(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Contract 4.6: the trainer declares its own normalizations; the minimum is derived from them."""
+        monkeypatch.setenv("FOREBAY_TRAINER_ADV_NORM", '{"mean_level": "batch", "std_level": "group"}')
+        run = load(RunSettings)
+        assert run.trainer_adv_norm == NormConfig("batch", std_level="group")
+        assert RunSettings(**json.loads(run.model_dump_json())) == run
+
+    @pytest.mark.parametrize(
+        "name", ["FOREBAY_REWARD_NORMALIZATION", "FOREBAY_TRAINER_REWARD_NORM", "FOREBAY_TRAINER_ADV_NORM"]
+    )
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("{", 'write true, false, or a JSON object such as {"mean_level": "group"}'),
+            ("group", "write true, false, or a JSON object"),
+            ("[" * 100_000, "write true, false, or a JSON object"),
+            ("3", "must be true, false, or a NormConfig (in the environment a JSON object"),
+            ("[1]", "must be true, false, or a NormConfig"),
+            ('{"mean_lvl": "group"}', "unknown field mean_lvl of a NormConfig; it has eps, mean_leave1out, mean_level"),
+            ('{"mean_level": "token"}', "mean_level='token': must be 'batch', 'group' or None"),
+            ('{"eps": NaN}', "eps=nan: must be a finite number of at least 1e-12"),
+            ('{"mean_level": null, "mean_leave1out": true}', "mean_leave1out=True with mean_level=None"),
+        ],
+    )
+    def test_bad_normalization(self, name: str, text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One line that names the variable, its value and what is allowed."""
+        monkeypatch.setenv(name, text)
+        with pytest.raises(SettingsError) as caught:
+            load(RunSettings)
+        assert str(caught.value).startswith(f"{name}={text!r}: {said}")
+        assert "\n" not in str(caught.value)
+
+    def test_a_trainers_bare_true_says_too_little(self) -> None:
+        """The trainer's true would not say by which statistics."""
+        with pytest.raises(SettingsError, match="FOREBAY_TRAINER_ADV_NORM='true': say by which statistics"):
+            load(RunSettings, trainer_adv_norm="true")
+
+    def test_shaping(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each setting reaches the shaping."""
+        for name, value in {
+            "REWARD_BIAS": "-0.5",
+            "REWARD_SCALING": "2",
+            "REWARD_CLIP": "3",
+            "OVERLONG_TOKENS": "16",
+            "OVERLONG_PENALTY_FACTOR": "0.5",
+            "MAX_NEW_TOKENS": "64",
+        }.items():
+            monkeypatch.setenv(f"FOREBAY_{name}", value)
+        assert load(RunSettings).shaping == RewardShaping(-0.5, 2, 3, 16, 0.5, 64)
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"REWARD_BIAS": "inf"}, "FOREBAY_REWARD_BIAS='inf': must be a finite number"),
+            ({"REWARD_BIAS": "much"}, "FOREBAY_REWARD_BIAS='much': Input should be a valid number"),
+            ({"REWARD_SCALING": "0"}, "FOREBAY_REWARD_SCALING='0': every reward would be 0; leave it at 1"),
+            ({"REWARD_CLIP": "-1"}, "FOREBAY_REWARD_CLIP='-1': must be above 0 and at most 1e+20"),
+            ({"REWARD_CLIP": "inf"}, "FOREBAY_REWARD_CLIP='inf': must be above 0 and at most 1e+20"),
+            ({"OVERLONG_PENALTY_FACTOR": "-1"}, "FOREBAY_OVERLONG_PENALTY_FACTOR='-1': must be at least 0"),
+            (
+                {"OVERLONG_PENALTY_FACTOR": "2"},
+                "settings: overlong_penalty_factor=2.0: there is no penalty without overlong_tokens; set",
+            ),
+            (
+                {"OVERLONG_TOKENS": "8"},
+                "settings: overlong_tokens=8: the penalty is counted from max_new_tokens, which is not set",
+            ),
+            (
+                {"OVERLONG_TOKENS": "65", "MAX_NEW_TOKENS": "64"},
+                "settings: overlong_tokens=65: must be an integer from 1 to max_new_tokens=64",
+            ),
+            ({"OVERLONG_TOKENS": "few"}, "FOREBAY_OVERLONG_TOKENS='few': Input should be a valid integer"),
+            ({"MAX_NEW_TOKENS": "0"}, "FOREBAY_MAX_NEW_TOKENS='0': Input should be greater than or equal to 1"),
+        ],
+    )
+    def test_bad_shaping(self, values: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One line that names the setting, its value and what is allowed; once, although it is looked at twice."""
+        for name, value in values.items():
+            monkeypatch.setenv(f"FOREBAY_{name}", value)
+        with pytest.raises(SettingsError) as caught:
+            load(RunSettings)
+        assert str(caught.value).startswith(said)
+        text = str(caught.value)
+        assert (text.count("FOREBAY_") + text.count("settings: "), text.count("\n")) == (1, 0)
+
+
 def test_capacity_is_the_contracts() -> None:
     """Contract 6: (s + 1) * k * B groups; s = 0 progresses."""
     assert load(RunSettings, batch_size=8, batches_per_version=2, max_staleness=3).capacity == 64
@@ -237,3 +364,32 @@ def test_published_settings_are_read_whatever_the_readers_environment_says(monke
 def test_settings_survive_another_process() -> None:
     """Settings can be pickled to a process of one's own, password included."""
     assert pickle.loads(pickle.dumps(load(Settings, redis_url=URL))).resolved_redis_url() == URL
+
+
+class TestUnknownVariables:
+    def test_named_with_what_may_be_meant(self) -> None:
+        """A misspelt FOREBAY_ variable is found; settings of every process, and other people's variables, are not."""
+        environment = {
+            "FOREBAY_GROUPSIZE": "4",
+            "FOREBAY_NO_SUCH_THING_AT_ALL": "1",
+            "FOREBAY_GROUP_SIZE": "4",
+            "FOREBAY_ENGINE_PAUSE_MODE": "abort",
+            "FOREBAY_WORKER_MAX_SLOTS": "4",
+            "FOREBAY_LOG_LEVEL": "debug",
+            "GROUP_SIZE": "4",
+        }
+        assert unknown_variables(environment) == [
+            ("FOREBAY_GROUPSIZE", "FOREBAY_GROUP_SIZE"),
+            ("FOREBAY_NO_SUCH_THING_AT_ALL", None),
+        ]
+
+
+class TestFleet:
+    def test_more_slots_than_the_fleet_can_run(self) -> None:
+        """Groups that could start but never all run are refused, with the arithmetic and the remedy."""
+        with pytest.raises(
+            SettingsError,
+            match=r"= 16 groups of group_size=8 are 128 slots, but .* fleet_slots=64: .* set max_concurrent to 8",
+        ):
+            load(RunSettings, fleet_slots=64)
+        assert load(RunSettings, fleet_slots=64, max_concurrent=8).max_concurrent == 8

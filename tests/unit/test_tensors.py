@@ -79,6 +79,16 @@ class TestPadding:
         arrays = pad_rows([full, bare] if first == 0 else [bare, full])
         assert set(arrays) == {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}
 
+    def test_original_rewards_that_some_rows_lack(self) -> None:
+        """Where some rows have an original reward, that of the others, which nothing has changed, is their reward."""
+        changed, same, without = row([1, 2], reward=-1.0), row([3, 4], reward=2.0), row([5, 6], reward=None)
+        changed.original_reward = 9.0
+        assert pad_rows([same, changed])["original_rewards"].tolist() == [2.0, 9.0]
+        assert "original_rewards" not in pad_rows([same, same])
+        assert not {"rewards", "original_rewards"} & set(pad_rows([changed, without]))
+        changed.original_reward = 0.0
+        assert pad_rows([changed, same])["original_rewards"].tolist() == [0.0, 2.0]
+
     @pytest.mark.parametrize("first", [0, 1])
     def test_no_value_is_lost_to_another_rows_type(self, first: int) -> None:
         """A key of the workflow's own that is of integers in one row and of floats in another keeps its fractions."""

@@ -38,17 +38,27 @@ _AWAY_S = 0.5
 class _BulkWorker(Worker):
     """An arq worker that claims many jobs in one round trip."""
 
-    def __init__(self, *args: Any, claim: Callable[[int], Awaitable[list[str]]], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        claim: Callable[[int], Awaitable[list[str]]],
+        idle: Callable[[], Awaitable[None]],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         self._claim = claim
+        self._idle = idle
 
     async def _poll_iteration(self) -> None:
         # arq calls this every poll_delay and ends when it raises; a Redis that is away must not end the worker.
         try:
             free = self.max_jobs - self.job_counter
             if self.allow_pick_jobs and free > 0:
-                for job_id in await self._claim(free):
+                job_ids = await self._claim(free)
+                for job_id in job_ids:
                     await self._start(job_id)
+                if not job_ids:
+                    await self._idle()
             self._collect()
             await self.heart_beat()
         except (ConnectionLostError, RedisError, OSError) as error:
@@ -94,10 +104,21 @@ class SlotHost:
         claim: Callable[[int], Awaitable[list[str]]],
         run_slot: Callable[[str], Awaitable[None]],
         *,
+        idle: Callable[[], Awaitable[None]],
         max_slots: int,
         poll_delay_s: float,
     ) -> None:
-        """Make the host; `claim` gives up to so many job ids that this process may run, `run_slot` runs one."""
+        """Make the host.
+
+        Args:
+            url: Redis.
+            queue: arq's queue.
+            claim: gives up to so many job ids that this process may run.
+            run_slot: runs one.
+            idle: awaited after a claim that gave nothing; it ends when there may be something, or after a while.
+            max_slots: jobs at once.
+            poll_delay_s: between looks, besides `idle`.
+        """
         logging.getLogger("arq").setLevel(logging.WARNING)  # two lines for each job otherwise
 
         async def job(ctx: dict[str, Any]) -> None:
@@ -125,6 +146,7 @@ class SlotHost:
             job_deserializer=unpack,
             log_results=False,
             claim=claim,
+            idle=idle,
         )
 
     @property

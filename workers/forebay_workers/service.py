@@ -29,6 +29,7 @@ __all__ = ["Worker", "run_worker"]
 log = structlog.get_logger(__name__)
 
 _REFRESH_S = 1.0
+_NO_SERVER_S = 0.05
 _CLOSE_S = 3.0
 
 
@@ -83,6 +84,7 @@ class Worker:
             store.keys.jobs,
             self._claim,
             self._runner.run,
+            idle=self._idle,
             max_slots=worker_settings.max_slots,
             poll_delay_s=worker_settings.poll_delay_s,
         )
@@ -93,6 +95,12 @@ class Worker:
         if not self._fleet.ready:
             return []
         return await self._runner.claim(most)
+
+    async def _idle(self) -> None:
+        if self._fleet.ready:
+            await self._store.wait_for_wake("jobs", self._settings.idle_poll_s)
+        else:
+            await asyncio.sleep(_NO_SERVER_S)  # the wake-up is for a worker that can use it
 
     def _about(self) -> dict[str, Any]:
         return {

@@ -16,8 +16,9 @@ class WorkerSettings(BaseSettings):
     max_slots: int = Field(128, ge=1)
     """Episodes that run at once in this process."""
     poll_delay_s: float = Field(0.005, gt=0)
-    """Between looks at the job queue. A job starts half of it, and two writes to disk, after it was queued; an idle
-    worker spends a little CPU on each look, so raise it where many workers idle."""
+    """Between two looks at the job queue while there is work."""
+    idle_poll_s: float = Field(0.25, gt=0, le=1)
+    """Between two looks when there is none. Queued jobs wake a worker at once; retries become due without that."""
     drain_timeout_s: float = Field(2.0, ge=0)
     """After SIGTERM, how long running episodes may still finish; then they are handed back."""
     wait_for_run_s: float = Field(120.0, gt=0)

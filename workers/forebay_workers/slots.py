@@ -19,7 +19,8 @@ from forebay.errors import ConnectionLostError, FrameError
 from forebay.generation import InferenceEngine
 from forebay.outcomes import FailureKind, SlotOutcome
 from forebay.settings import RunSettings
-from forebay.store.store import Lease, Store
+from forebay.store.records import Lease
+from forebay.store.store import Store
 from forebay.wire.envelopes import GroupSpec, SlotHeader
 from forebay_workers.attempts import Ended, WorkflowCache, run_attempt
 from forebay_workers.leases import Attempt, Leases
@@ -129,6 +130,8 @@ class SlotRunner:
             header=header.pack(),
             rows=ended.frame,
             rows_ttl_s=self._rules.rows_ttl_s,
+            head=min((row.head for row in ended.rows if row.head >= 0), default=-1),
+            reason=ended.reason,
         )
         self.ended_by_kind[ended.outcome.value, ended.kind.value if ended.kind else ""] += 1
         self.ended[ended.outcome.value] = self.ended.get(ended.outcome.value, 0) + 1

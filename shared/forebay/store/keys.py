@@ -48,9 +48,29 @@ class Keys:
         return self._key("prompts")
 
     @property
+    def prompts_direct(self) -> str:
+        """Stream: the same of groups that are asked for by their task id, evaluations among them."""
+        return self._key("prompts:direct")
+
+    @property
     def running(self) -> str:
         """Set: task ids whose slots run."""
         return self._key("running")
+
+    @property
+    def running_direct(self) -> str:
+        """Set: the same of groups that are asked for by their task id."""
+        return self._key("running:direct")
+
+    @property
+    def held(self) -> str:
+        """Sorted set: results that are kept for whoever asks for them, by the server time, ms, since when."""
+        return self._key("held")
+
+    @property
+    def collected(self) -> str:
+        """Sorted set: those that were handed over, until their rows are said to be read."""
+        return self._key("collected")
 
     @property
     def ready(self) -> str:
@@ -121,6 +141,11 @@ class Keys:
     def wake_cutter(self) -> str:
         """List of at most one entry: something changed that may let a batch be cut."""
         return self._key("wake:cutter")
+
+    @property
+    def wake_jobs(self) -> str:
+        """List of at most one entry: slot jobs were queued."""
+        return self._key("wake:jobs")
 
     def group(self, task_id: int) -> str:
         """Hash: one group; after its end a tombstone that expires."""

@@ -16,7 +16,6 @@ import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgpack
@@ -24,94 +23,22 @@ import redis.asyncio as redis_asyncio
 from pydantic import ValidationError
 from redis.exceptions import NoScriptError
 
-from forebay.errors import FencedError, QueueFullError, RunNotReadyError, VersionError
+from forebay.errors import FencedError, QueueFullError, RunNotReadyError, RunStoppedError, VersionError
 from forebay.outcomes import FailureKind, SlotOutcome
 from forebay.settings import RunSettings, Settings
 from forebay.store.connection import connect, riding_through
 from forebay.store.keys import Keys
 from forebay.store.pipelining import Pipeliner
+from forebay.store.records import BatchEntry, Channel, Collected, CutRule, Lease, ResultEntry, RunStatus, Taken
 from forebay.store.scripts import source
 
-__all__ = ["BatchEntry", "Lease", "ResultEntry", "RunStatus", "Store", "Taken"]
+__all__ = ["Store", "run_stopped"]
 
 T = TypeVar("T")
 
 _IDEMPOTENCY_TTL_S = 7 * 86400
 _REPEAT_TTL_S = 600
 _BLOCK_MAX_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """An attempt that a worker has claimed."""
-
-    job_id: str
-    attempt: tuple[int, int, int]
-    """``(task_id, sample_idx, attempt)``."""
-    spec: bytes
-    group_size: int
-    deadline_s: float
-    """Seconds from the claim to the group's deadline."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResultEntry:
-    """One entry of the results stream."""
-
-    entry_id: str
-    task_id: int
-    sample_idx: int
-    header: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BatchEntry:
-    """A batch as handed over."""
-
-    entry_id: str
-    batch_id: int
-    index: bytes
-    version: int
-    """The version in force at the hand-over."""
-    redelivered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """The answer to a reader that asks for the next batch; one of the three fields is set, or none: nothing yet."""
-
-    batch: BatchEntry | None = None
-    end: bool = False
-    blocked_at_version: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunStatus:
-    """Where the groups of the run are, at one instant."""
-
-    version: int
-    delivered_ahead: int
-    capacity: int
-    queued: int
-    running: int
-    ready: int
-    cut: int
-    queued_jobs: int
-    leased: int
-    collector_alive: bool
-    counters: dict[str, int]
-    workers: dict[str, dict[str, Any]]
-    """Live workers by id: what they last said of themselves, with ``silent_s``."""
-    servers: tuple[str, ...]
-
-    @property
-    def in_flight(self) -> int:
-        """Groups that have been submitted and have not ended."""
-        return self.queued + self.running + self.ready + self.cut
-
-    def count(self, name: str) -> int:
-        """The total of counter `name` since the run began."""
-        return self.counters.get(name, 0)
 
 
 class Store:
@@ -170,7 +97,12 @@ class Store:
     # -- the producer -------------------------------------------------------------------------------------------------
 
     async def submit(
-        self, spec: bytes, rules: bytes, group_size: int, idempotency_key: str | None = None
+        self,
+        spec: bytes,
+        rules: bytes,
+        group_size: int,
+        idempotency_key: str | None = None,
+        channel: Channel = Channel.BATCHES,
     ) -> tuple[int, bool]:
         """Enqueue a group: its task id, and whether this call created it.
 
@@ -178,16 +110,24 @@ class Store:
 
         Raises:
             QueueFullError: the queue is at its bound.
+            RunStoppedError: the run has stopped itself.
         """
         key, ttl_s = idempotency_key, _IDEMPOTENCY_TTL_S
         if key is None:
             key, ttl_s = uuid.uuid4().hex, _REPEAT_TTL_S
-        first, second = await self._run("submit", key, ttl_s, spec, group_size, rules)
+        first, second = await self._run("submit", key, ttl_s, spec, group_size, rules, channel.value)
+        if first == b"stopped":
+            raise run_stopped(second.decode())
         if first == b"full":
             raise QueueFullError(
                 f"{int(second)} groups wait to start, the bound max_queued_groups; submit again when some have started"
             )
         return int(first), second == b"created"
+
+    async def queued(self) -> int:
+        """How many groups for the batches wait to start."""
+        (count,) = await self._ask(("XLEN", self.keys.prompts))
+        return int(count)
 
     async def end_of_data(self) -> None:
         """No more groups: the last batch may be partial, and readers come to an end."""
@@ -234,13 +174,15 @@ class Store:
         header: bytes,
         rows: bytes | None,
         rows_ttl_s: float,
+        head: int = -1,
+        reason: str = "",
     ) -> str:
         """Record how an attempt ended, its rows first: accepted, retry, duplicate, superseded or late."""
         before = None
         if rows is not None:
             before = ("SET", self.keys.rows(task_id, sample_idx, attempt), rows, "PX", int(rows_ttl_s * 1000))
         answer = await self._run(
-            "publish", task_id, sample_idx, attempt, outcome.value, kind or "", header, before=before
+            "publish", task_id, sample_idx, attempt, outcome.value, kind or "", header, head, reason, before=before
         )
         return str(answer.decode())
 
@@ -268,7 +210,13 @@ class Store:
             "s": settings.max_staleness,
             "max_concurrent": settings.max_concurrent,
             "max_queued": settings.max_queued_groups,
+            "max_direct": settings.max_concurrent_direct,
+            "max_requeues": settings.max_requeues if settings.requeue_evicted else 0,
+            "max_contract_errors": settings.max_contract_errors,
+            "window": settings.failure_window,
+            "held_ms": int(settings.rows_ttl_s * 1000),
             "backoff_ms": int(settings.retry_backoff_s * 1000),
+            **{f"share:{kind.value}": settings.max_failed_share(kind) for kind in FailureKind},
             **{f"attempts:{kind.value}": settings.attempts(kind) for kind in FailureKind},
         }
         flat = [part for item in fields.items() for part in item]
@@ -290,25 +238,22 @@ class Store:
             for entry, fields in read[0][1]
         ]
 
-    async def group_rules(self, task_id: int) -> tuple[bytes, int] | None:
-        """``(rules, group size)`` of a running group; None of one that has ended."""
-        ((state, rules, size),) = await self._ask(("HMGET", self.keys.group(task_id), "st", "rules", "n"))
-        return (rules, int(size)) if state == b"running" else None
+    async def group_rules(self, task_id: int) -> tuple[bytes, int, int | None] | None:
+        """``(rules, group size, parent)`` of a running group; None of one that has ended."""
+        ((state, rules, size, parent),) = await self._ask(
+            ("HMGET", self.keys.group(task_id), "st", "rules", "n", "parent")
+        )
+        return (rules, int(size), int(parent) if parent else None) if state == b"running" else None
 
     async def commit(
         self, epoch: int, task_id: int, decision: str, *, reason: str = "", summary: bytes = b"", head: int = -1,
-        dump_folder: str = "",
+        dump_folder: str = "", detail: str = "",
     ) -> bool:  # fmt: skip
         """Record the decision (ready, rejected, evicted) on a group; False: it had ended before. Raises FencedError."""
-        answer = await self._run("commit", epoch, task_id, decision, reason, summary, head, dump_folder)
+        answer = await self._run("commit", epoch, task_id, decision, reason, summary, head, dump_folder, detail)
         if answer == b"fenced":
             raise _fenced()
         return bool(answer == b"done")
-
-    async def ready_count(self) -> int:
-        """How many groups wait for a batch."""
-        (count,) = await self._ask(("ZCARD", self.keys.ready))
-        return int(count)
 
     async def ready(self, most: int) -> list[tuple[int, bytes]]:
         """The oldest ready groups with their summaries."""
@@ -318,9 +263,9 @@ class Store:
         found = await self._ask(*(("HGET", self.keys.group(int(name)), "sum") for name in names))
         return [(int(name), summary) for name, summary in zip(names, found, strict=True) if summary is not None]
 
-    async def evict_stale(self, epoch: int) -> list[int]:
-        """Evict waiting groups that can no longer be fresh."""
-        return [int(task) for task in await self._run("evict", epoch)]
+    async def evict_stale(self, epoch: int, *, running_too: bool = False) -> list[int]:
+        """Evict waiting groups that can no longer be fresh, and cancel running ones if `running_too`."""
+        return [int(task) for task in await self._run("evict", epoch, int(running_too))]
 
     async def cut(self, epoch: int, index: bytes, task_ids: Sequence[int]) -> int | None:
         """Cut a batch of `task_ids`: its id, or None if one of them is not ready or was evicted. Raises FencedError."""
@@ -329,13 +274,22 @@ class Store:
             raise _fenced()
         return int(answer[1]) if answer[0] == b"cut" else None
 
-    async def may_cut_partial(self) -> bool:
-        """Whether the data has ended and nothing is queued or running, so that a partial batch may be cut."""
+    async def cut_rule(self) -> CutRule:
+        """What the next cut depends on."""
+        keys = self.keys
         # In this order: a group moves from queued to running, and a submit takes the end of data back.
-        queued, running, ended = await self._ask(
-            ("XLEN", self.keys.prompts), ("SCARD", self.keys.running), ("HEXISTS", self.keys.state, "eod")
+        ready, queued, running, state = await self._ask(
+            ("ZCARD", keys.ready),
+            ("XLEN", keys.prompts),
+            ("SCARD", keys.running),
+            ("HMGET", keys.state, "eod", "dynamic", "settled"),
         )
-        return bool(ended) and queued + running == 0
+        ended, dynamic, settled = state
+        return CutRule(int(ready), bool(ended) and queued + running == 0, dynamic == b"1", int(settled or 0))
+
+    async def set_dynamic(self, dynamic: bool) -> None:
+        """Whether batches are cut once accepted and rejected groups reach the batch size."""
+        await self._ask(("HSET", self.keys.state, "dynamic", int(dynamic)), ("LPUSH", self.keys.wake_cutter, "1"))
 
     async def reap(self, epoch: int, most: int = 500) -> tuple[int, int]:
         """Supersede attempts with ended leases, close groups past their deadline: how many of each."""
@@ -346,8 +300,8 @@ class Store:
 
     async def sweep(self, epoch: int, chunk: int = 200) -> int:
         """Queue again the open slots that are neither queued nor leased: how many were lost."""
-        (members,) = await self._ask(("SMEMBERS", self.keys.running))
-        tasks = list(members)
+        members = await self._ask(("SMEMBERS", self.keys.running), ("SMEMBERS", self.keys.running_direct))
+        tasks = [task for running in members for task in running]
         lost = 0
         for at in range(0, len(tasks), chunk):
             lost += int(await self._run("sweep", epoch, *tasks[at : at + chunk]))
@@ -380,8 +334,9 @@ class Store:
         return [(folder or b"").decode() for folder in found]
 
     async def wait_for_wake(self, name: str, timeout_s: float) -> None:
-        """Wait until ``admission`` or ``cutter`` is woken, or `timeout_s` has passed."""
-        key = {"admission": self.keys.wake_admission, "cutter": self.keys.wake_cutter}[name]
+        """Wait until ``admission``, ``cutter`` or ``jobs`` is woken, or `timeout_s` has passed."""
+        keys = self.keys
+        key = {"admission": keys.wake_admission, "cutter": keys.wake_cutter, "jobs": keys.wake_jobs}[name]
         wait_s = min(timeout_s, _BLOCK_MAX_S)
         # redis-py wants whole seconds here, the server does not.
         await self._ride(lambda: cast("Awaitable[Any]", self._redis.blpop([key], timeout=cast("int", wait_s))))
@@ -420,6 +375,8 @@ class Store:
                 return Taken(end=True)
             case b"blocked":
                 return Taken(blocked_at_version=int(answer[1]))
+            case b"stopped":
+                return Taken(stopped=answer[1].decode())
             case _:
                 return Taken()
 
@@ -431,6 +388,26 @@ class Store:
         """The trainer is done with `batch`: its rows go. False if that was so already."""
         return bool(await self._run("ack", consumer_group, batch.entry_id, batch.batch_id))
 
+    async def collect(self, task_id: int) -> Collected:
+        """Ask for one group, without waiting; what was handed over comes again until :meth:`discard`."""
+        state, *rest = await self._run("collect", task_id)
+        if state == b"group":
+            return Collected("group", summary=rest[0], version=int(rest[1] or 0))
+        return Collected(state.decode(), detail=rest[0].decode() if rest else "")
+
+    async def discard(self, task_ids: Sequence[int]) -> int:
+        """The rows of collected groups are read: they go. How many there were."""
+        return int(await self._run("discard", *task_ids)) if task_ids else 0
+
+    async def stopped(self) -> str | None:
+        """Why the run has stopped itself; None: it has not."""
+        (reason,) = await self._ask(("HGET", self.keys.state, "stopped"))
+        return None if reason is None else str(reason.decode())
+
+    async def resume(self) -> bool:
+        """Let a run that has stopped itself go on: whether it had."""
+        return bool(await self._run("resume"))
+
     async def set_version(self, version: int) -> None:
         """The trainer has stepped. Raises VersionError if that would go backwards."""
         answer, current = await self._run("set_version", version)
@@ -439,6 +416,10 @@ class Store:
                 f"version {version} is below the run's version {int(current)}; versions only grow: "
                 "resume from a checkpoint of that version or later, or use a new trial_name"
             )
+
+    async def recover(self, version: int) -> int:
+        """A trainer begins again at `version`, which may be an older one: the version before."""
+        return int(await self._run("recover", version))
 
     async def version(self) -> int:
         """The version in force; 0 before the first."""
@@ -500,6 +481,9 @@ class Store:
             pipe.hgetall(keys.workers)
             pipe.zrange(keys.workers_seen, 0, -1, withscores=True)
             pipe.smembers(keys.servers)
+            pipe.xlen(keys.prompts_direct)
+            pipe.scard(keys.running_direct)
+            pipe.zcard(keys.held)
             pipe.time()
             return await pipe.execute()
 
@@ -516,6 +500,9 @@ class Store:
             about,
             seen,
             servers,
+            direct_queued,
+            direct_running,
+            held,
             clock,
         ) = await self._ride(ask)
         now_ms = clock[0] * 1000 + clock[1] // 1000
@@ -541,6 +528,11 @@ class Store:
             counters={name.decode(): int(value) for name, value in counters.items()},
             workers=workers,
             servers=tuple(sorted(url.decode() for url in servers)),
+            direct_queued=direct_queued,
+            direct_running=direct_running,
+            held=held,
+            stopped=state[b"stopped"].decode() if b"stopped" in state else None,
+            cut_batches=int(number.get("cut_batches", 0)),
         )
 
     async def wait_for_settings(self, timeout_s: float, pause: Callable[[float], Awaitable[None]]) -> RunSettings:
@@ -559,6 +551,11 @@ class Store:
 def _block_ms(wait_s: float) -> int:
     # BLOCK 0 would wait for ever, and a BLOCK longer than the socket's time-out would look like a lost connection.
     return max(1, int(min(wait_s, _BLOCK_MAX_S) * 1000))
+
+
+def run_stopped(reason: str) -> RunStoppedError:
+    """The error of a run that has stopped itself."""
+    return RunStoppedError(f"the run has stopped itself: {reason}; mend the cause, then `forebay resume`")
 
 
 def _fenced() -> FencedError:

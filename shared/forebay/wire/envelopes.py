@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
@@ -50,6 +51,11 @@ def _known(cls: Any, form: Any) -> dict[str, Any]:
     return {name: value for name, value in form.items() if name in names}
 
 
+def _norm(form: Any) -> NormConfig | None:
+    """The rule in a message, which may have more fields than this release knows; what users write is checked."""
+    return norm_of(NormConfig(**_known(NormConfig, form)) if isinstance(form, dict) else form)
+
+
 @dataclass(slots=True)
 class GroupSpec(_Envelope):
     """What a worker needs to run any slot of the group."""
@@ -80,7 +86,7 @@ class GroupRules(_Envelope):
     def __post_init__(self) -> None:
         """Check the closed set, and build the nested rule."""
         OnSlotError(self.on_slot_error)
-        self.reward_normalization = norm_of(self.reward_normalization)
+        self.reward_normalization = _norm(self.reward_normalization)
 
 
 @dataclass(slots=True)
@@ -160,6 +166,9 @@ class SlotHeader(_Envelope):
         self.rows = _row_summaries(self.rows)
         if self.outcome == SlotOutcome.USABLE and not self.rows:
             raise ValueError("a usable slot delivers one or more rows")
+        for value in (self.reference, *(row.reward for row in self.rows)):
+            if value is not None and not math.isfinite(value):  # clipping would make a number of it
+                raise ValueError(f"a reward is {value}")
 
 
 @dataclass(slots=True)
@@ -190,7 +199,8 @@ class GroupSummary(_Envelope):
     rewards_normalized: bool = False
     rows_bytes: int = 0
     batch_norm: NormConfig | None = None
-    """A rule with statistics of the batch: the rewards here are as shaped, and are normalized when a batch is cut."""
+    """A rule with statistics of the batch, None where there is none. Until a batch is cut the rewards here are as
+    shaped; in its index they are normalized, and `rewards_normalized` says so."""
     result_kind: str = ResultKind.TENSOR.value
     is_eval: bool = False
     parent: int | None = None
@@ -202,7 +212,7 @@ class GroupSummary(_Envelope):
 
     def __post_init__(self) -> None:
         """Build the nested rollouts."""
-        self.batch_norm = norm_of(self.batch_norm)
+        self.batch_norm = _norm(self.batch_norm)
         self.rollouts = [
             r if isinstance(r, RolloutSummary) else RolloutSummary(**_known(RolloutSummary, r)) for r in self.rollouts
         ]

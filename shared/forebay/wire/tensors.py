@@ -46,7 +46,8 @@ class RolloutGroup:
 def pad_rows(rows: Sequence[Row], *, pad_token_id: int = 0) -> dict[str, np.ndarray[Any, Any]]:
     """B rows as arrays [B, S], padded to the right to the longest of them, plus what each row has one of, [B].
 
-    Keys that not all rows carry are left out. Padding: `pad_token_id` for ids, -1 for versions and turn ids, else 0.
+    Keys that not all rows carry are left out; but where some rows have an original reward, those of the others, which
+    nothing has changed, are their rewards. Padding: `pad_token_id` for ids, -1 for versions and turn ids, else 0.
     """
     if not rows:
         return {}
@@ -65,6 +66,8 @@ def pad_rows(rows: Sequence[Row], *, pad_token_id: int = 0) -> dict[str, np.ndar
     out["attention_mask"] = np.arange(width)[None, :] < lengths[:, None]
     for key, attribute, dtype in _ROW_VALUES:
         values = [getattr(row, attribute) for row in rows]
+        if key == "original_rewards" and any(value is not None for value in values):
+            values = [row.reward if value is None else value for row, value in zip(rows, values, strict=True)]
         if all(value is not None for value in values):
             out[key] = np.array(values, dtype=dtype)
     return out

@@ -59,6 +59,7 @@ local function fail_attempt(task, idx, attempt, kind, now)
   if fails >= number('attempts:' .. kind, 1) then return 'final' end
   local wait = math.min(number('backoff_ms', 500) * 2 ^ (fails - 1), MAX_BACKOFF_MS)
   enqueue(task, idx, attempt + 1, now + wait)
+  if wait < 100 then wake('jobs') end
   count('retries:' .. kind)
   return 'retry'
 end
@@ -67,6 +68,39 @@ end
 local function settle(task, idx, attempt, header)
   local entry = call('XADD', key('results:0'), '*', 't', task, 'i', idx, 'h', header)
   call('HSET', group_key(task), 'd' .. idx, attempt, 'e' .. idx, entry)
+end
+
+-- Stops the run: nothing more is admitted or claimed, and readers are told why, until somebody resumes it.
+local function stop_run(reason)
+  if call('HSETNX', STATE, 'stopped', reason) == 1 then count('stops') end
+end
+
+-- A slot has failed for good. The share of such slots among the last ones is a decaying mean over about `window` of
+-- them, so that only failures pay for it. Contract errors count in a row besides.
+local function note_failure(kind, reason)
+  if kind == 'contract' then
+    call('HSETNX', STATE, 'streak:slots:first', reason)
+    local streak = call('HINCRBY', STATE, 'streak:slots', 1)
+    if streak >= number('max_contract_errors', 8) then
+      stop_run(streak .. ' slots in a row broke the contract (max_contract_errors); the first: '
+        .. call('HGET', STATE, 'streak:slots:first'))
+    end
+  end
+  local limit = number('share:' .. kind, 1)
+  if limit >= 1 then return end
+  local keep = 1 - 1 / number('window', 100)
+  local ended = 0
+  for _, total in ipairs(call('HMGET', COUNTERS, 'slots:usable', 'slots:rejected', 'slots:failed')) do
+    ended = ended + (tonumber(total) or 0)
+  end
+  local at = number('failed:' .. kind .. ':at', ended)
+  local share = number('failed:' .. kind, 0) * keep ^ (ended - at) + 1 - keep
+  if share < 2 * (1 - keep) then call('HSET', STATE, 'failed:' .. kind .. ':first', reason) end
+  call('HSET', STATE, 'failed:' .. kind, tostring(share), 'failed:' .. kind .. ':at', ended)
+  if share >= limit then
+    stop_run(math.floor(share * 100) .. '% of the last slots failed with kind ' .. kind .. ' (max_failed_share_' .. kind
+      .. '); the first: ' .. (call('HGET', STATE, 'failed:' .. kind .. ':first') or reason))
+  end
 end
 
 local function unlink_rows(task)
@@ -87,16 +121,45 @@ local function bury(task, state, reason)
   call('EXPIRE', g, TOMBSTONE_S)
 end
 
+-- The file of an evicted group is to be marked.
+local function tell_dump(task)
+  if call('HGET', group_key(task), 'dump') ~= '' then call('LPUSH', key('evicted'), task) end
+end
+
+local function put_in_queue(spec, rules, size, direct, ...)
+  local task = call('HINCRBY', STATE, 'task_seq', 1)
+  call('HSET', group_key(task), 'st', 'queued', 'n', size, 'spec', spec, 'rules', rules, 'ch', direct, 'at', now_ms(), ...)
+  call('XADD', key(direct == '' and 'prompts' or 'prompts:direct'), '*', 't', task)
+  wake('admission')
+  return task
+end
+
+-- The prompt of a group that is being evicted comes again, under a new id that names its parent.
+local function requeue(task)
+  local spec, rules, size, times = unpack(call('HMGET', group_key(task), 'spec', 'rules', 'n', 'requeues'))
+  times = tonumber(times) or 0
+  if times >= number('max_requeues', 0) or not spec then return end
+  put_in_queue(spec, rules, size, '', 'parent', task, 'requeues', times + 1)
+  count('requeued')
+end
+
 local function evict(task, version)
   local head = call('HGET', group_key(task), 'head')
   local reason = 'stale: head version ' .. head .. ', training at version ' .. version
   call('ZREM', key('ready'), task)
   call('HDEL', key('cut'), task)
+  if call('HGET', group_key(task), 'ch') == '' then requeue(task) end
   bury(task, 'evicted', reason)
   count('evicted')
-  if call('HGET', group_key(task), 'dump') ~= '' then call('LPUSH', key('evicted'), task) end
+  tell_dump(task)
   wake('admission')
 end
+
+-- Groups that stand between a batch that is cut now and the trainer: an unread batch counts whole, however few groups
+-- it holds, since the trainer steps once for each.
+local function cut_ahead() return number('cut_batches', 0) * number('B', 1) end
+
+local function capacity() return (number('s', 0) + 1) * number('k', 1) * number('B', 1) end
 
 -- The version at which a group will be trained on when `before` groups are handed over ahead of it (contract 6).
 local function version_at_training(before)

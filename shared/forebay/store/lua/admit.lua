@@ -1,26 +1,36 @@
--- Starts queued groups, as many as the capacity rule lets: its check and the move are one step.
+-- Starts queued groups, as many as the capacity rule lets: its check and the move are one step. Groups that are asked
+-- for by their id, evaluations among them, are outside the capacity and have a bound of their own.
 -- ARGV: most groups to start, group deadline ms. Returns {started, capacity left}.
-local running = call('SCARD', key('running'))
-local used = running + call('ZCARD', key('ready')) + call('HLEN', key('cut')) + number('ahead', 0)
-local left = math.min((number('s', 0) + 1) * number('k', 1) * number('B', 1) - used, number('max_concurrent', 1) - running)
-local want = math.min(left, tonumber(ARGV[1]))
-if want <= 0 then return {0, left} end
-local read = call('XREADGROUP', 'GROUP', 'admission', 'script', 'COUNT', want, 'STREAMS', key('prompts'), '>')
-if not read then return {0, left} end
-local now, started = now_ms(), 0
-for _, entry in ipairs(read[1][2]) do
-  local task = entry[2][2]
-  local g = group_key(task)
-  if call('HGET', g, 'st') == 'queued' then
-    local deadline = now + tonumber(ARGV[2])
-    call('HSET', g, 'st', 'running', 'run_at', now, 'dl', deadline)
-    call('SADD', key('running'), task)
-    call('ZADD', key('deadlines'), deadline, task)
-    for idx = 0, tonumber(call('HGET', g, 'n')) - 1 do enqueue(task, idx, 1, now) end
-    started = started + 1
+if call('HEXISTS', STATE, 'stopped') == 1 then return {0, 0} end
+local most, deadline_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
+
+local function start(stream, running, want)
+  if want <= 0 then return 0 end
+  local read = call('XREADGROUP', 'GROUP', 'admission', 'script', 'COUNT', want, 'STREAMS', key(stream), '>')
+  if not read then return 0 end
+  local now, started = now_ms(), 0
+  for _, entry in ipairs(read[1][2]) do
+    local task = entry[2][2]
+    local g = group_key(task)
+    if call('HGET', g, 'st') == 'queued' then
+      call('HSET', g, 'st', 'running', 'run_at', now, 'dl', now + deadline_ms)
+      call('SADD', key(running), task)
+      call('ZADD', key('deadlines'), now + deadline_ms, task)
+      for idx = 0, tonumber(call('HGET', g, 'n')) - 1 do enqueue(task, idx, 1, now) end
+      started = started + 1
+    end
+    call('XACK', key(stream), 'admission', entry[1])
+    call('XDEL', key(stream), entry[1])
   end
-  call('XACK', key('prompts'), 'admission', entry[1])
-  call('XDEL', key('prompts'), entry[1])
+  if started > 0 then count('started', started) end
+  return started
 end
-if started > 0 then count('started', started) end
-return {started, left - started}
+
+local running = call('SCARD', key('running'))
+local used = running + call('ZCARD', key('ready')) + cut_ahead() + number('ahead', 0)
+local left = math.min(capacity() - used, number('max_concurrent', 1) - running)
+local started = start('prompts', 'running', math.min(left, most))
+local direct_left = number('max_direct', 0) - call('SCARD', key('running:direct'))
+local direct = start('prompts:direct', 'running:direct', math.min(direct_left, most))
+if started + direct > 0 then wake('jobs') end
+return {started + direct, left - started}

@@ -4,6 +4,7 @@
 -- A claimed job leaves arq's queue here: the lease stands for it from now on. So idle workers do not step over the ids
 -- of running jobs, which arq's own claim does, and a worker that dies loses it after the lease, not after a time-out.
 local worker, most, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+if call('HEXISTS', STATE, 'stopped') == 1 then return {{}, {}} end
 local queue, leases = key('jobs'), key('leases')
 local now, claimed, specs, seen = now_ms(), {}, {}, {}
 
@@ -33,4 +34,6 @@ while #claimed < most do
     end
   end
 end
+-- A wake-up wakes one worker: what it has no room for, another shall look at.
+if #claimed >= most and call('ZCOUNT', queue, '-inf', now) > 0 then wake('jobs') end
 return {claimed, specs}

@@ -1,31 +1,53 @@
 -- Records the collector's decision on an assembled group, with its counters and the removal of its result entries.
--- ARGV: epoch, task, 'ready' | 'rejected', reason, summary, head version, dump folder.
+-- ARGV: epoch, task, 'ready' | 'rejected', reason, summary, head version, dump folder, detail.
 -- A group that is stale already is evicted here. Returns 'done', 'noop' (it is not running any more) or 'fenced'.
 local epoch, task, decision, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 if fenced(epoch) then return 'fenced' end
 local g = group_key(task)
 if call('HGET', g, 'st') ~= 'running' then return 'noop' end
-local n = tonumber(call('HGET', g, 'n'))
+local n, direct = tonumber(call('HGET', g, 'n')), call('HGET', g, 'ch')
 for idx = 0, n - 1 do
   if call('HEXISTS', g, 'd' .. idx) == 0 then return 'noop' end -- a slot is still open: nothing can be decided
 end
 for idx = 0, n - 1 do call('XDEL', key('results:0'), call('HGET', g, 'e' .. idx)) end
 call('SREM', key('running'), task)
+call('SREM', key('running:direct'), task)
 call('ZREM', key('deadlines'), task)
 call('HSET', g, 'dump', ARGV[7])
-if decision == 'ready' then
+if direct == '' then call('HINCRBY', STATE, 'settled', 1) end
+
+local function to_ready()
   local seq = call('HINCRBY', STATE, 'commit_seq', 1)
-  call('HDEL', g, 'spec', 'rules')
-  call('HSET', g, 'st', 'ready', 'sum', ARGV[5], 'head', ARGV[6], 'seq', seq)
-  local before = call('HLEN', key('cut')) + call('ZCARD', key('ready'))
+  call('HSET', g, 'st', 'ready', 'seq', seq)
+  local before = cut_ahead() + call('ZCARD', key('ready'))
   local version = version_at_training(before - before % number('B', 1)) -- whole batches before its own
   call('ZADD', key('ready'), seq, task)
-  count('accepted')
   if stale_at(task, version) then evict(task, version) end
+end
+
+if decision == 'ready' then
+  if number('max_requeues', 0) == 0 or direct ~= '' then call('HDEL', g, 'spec', 'rules') end
+  call('HSET', g, 'sum', ARGV[5], 'head', ARGV[6])
+  call('HDEL', STATE, 'streak:groups', 'streak:groups:first')
+  count('accepted')
+  if direct == '' then
+    to_ready()
+  else
+    call('HSET', g, 'st', 'held')
+    call('ZADD', key('held'), now_ms(), task)
+  end
 else
   bury(task, 'rejected', reason)
   count('rejected')
   count('rejected:' .. reason)
+  if reason == 'contract_error' then
+    call('HSETNX', STATE, 'streak:groups:first', ARGV[8])
+    local streak = call('HINCRBY', STATE, 'streak:groups', 1)
+    if streak >= number('max_contract_errors', 8) then
+      stop_run(streak .. ' groups in a row broke the contract (max_contract_errors); the first: '
+        .. call('HGET', STATE, 'streak:groups:first'))
+    end
+  end
 end
 wake('admission')
 wake('cutter')

@@ -4,5 +4,6 @@ call('SET', key('settings'), ARGV[2])
 for at = 3, #ARGV, 2 do call('HSET', STATE, ARGV[at], ARGV[at + 1]) end
 call('HSETNX', STATE, 'version', 0)
 redis.pcall('XGROUP', 'CREATE', key('prompts'), 'admission', '0', 'MKSTREAM') -- an error: it exists
+redis.pcall('XGROUP', 'CREATE', key('prompts:direct'), 'admission', '0', 'MKSTREAM')
 wake('admission')
 return 1

@@ -2,7 +2,7 @@
 -- ARGV: epoch, index, task, ... Returns {'cut', batch id}, {'again', evicted ...} (something changed: read the ready
 -- set anew), or {'fenced'}.
 if fenced(ARGV[1]) then return {'fenced'} end
-local version = version_at_training(call('HLEN', key('cut')))
+local version = version_at_training(cut_ahead())
 local again = {'again'}
 local missing = false
 for at = 3, #ARGV do
@@ -24,5 +24,7 @@ for at = 3, #ARGV do
 end
 call('HSET', batch_key(batch), 'st', 'unread')
 call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
+call('HINCRBY', STATE, 'cut_batches', 1)
+call('HSET', STATE, 'settled', math.max(0, number('settled', 0) - number('B', 1)))
 count('batches_cut')
 return {'cut', tostring(batch)}

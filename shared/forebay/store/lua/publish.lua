@@ -1,5 +1,5 @@
 -- Records how an attempt ended. The first valid result of a slot counts, whichever attempt brought it.
--- ARGV: task, idx, attempt, outcome, failure kind or '', header.
+-- ARGV: task, idx, attempt, outcome, failure kind or '', header, head version (-1: none), reason of a failure.
 -- Returns 'accepted', 'retry' (another attempt is queued), 'duplicate', 'superseded' or 'late'.
 local task, idx, attempt, outcome, kind, header = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local g = group_key(task)
@@ -28,4 +28,11 @@ retire(task, idx, attempt)
 call('PERSIST', rows)
 settle(task, idx, attempt, header)
 count('slots:' .. outcome)
+if outcome == 'failed' then
+  note_failure(kind, ARGV[8])
+elseif outcome == 'usable' then
+  call('HDEL', STATE, 'streak:slots', 'streak:slots:first')
+  local head, smallest = tonumber(ARGV[7]), tonumber(call('HGET', g, 'head'))
+  if head >= 0 and (not smallest or head < smallest) then call('HSET', g, 'head', head) end
+end
 return 'accepted'

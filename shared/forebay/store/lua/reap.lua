@@ -1,4 +1,4 @@
--- Supersedes attempts whose lease has ended, and closes groups whose deadline has passed.
+-- Supersedes attempts whose lease has ended, closes groups whose deadline has passed, drops what nobody collects.
 -- ARGV: epoch, most to handle. Returns {leases ended, groups closed}, or {-1, 0} if fenced.
 if fenced(ARGV[1]) then return {-1, 0} end
 local now, most = now_ms(), tonumber(ARGV[2])
@@ -21,8 +21,10 @@ for _, m in ipairs(expired) do
     count('leases_lost')
     count('failures:infra')
     if fail_attempt(task, idx, tonumber(attempt), 'infra', now) == 'final' then
-      settle(task, idx, NOBODY, failure(task, idx, attempt, 'infra', 'worker ' .. (slot[4] or '?') .. ' fell silent'))
+      local reason = 'worker ' .. (slot[4] or '?') .. ' fell silent'
+      settle(task, idx, NOBODY, failure(task, idx, attempt, 'infra', reason))
       count('slots:failed')
+      note_failure('infra', reason)
     end
   end
 end
@@ -39,8 +41,20 @@ for _, task in ipairs(late) do
         settle(task, idx, NOBODY, failure(task, idx, slot[2], 'timeout', 'the deadline of the group passed'))
         count('failures:timeout')
         count('slots:failed')
+        note_failure('timeout', 'the deadline of the group passed')
       end
     end
   end
+end
+local old = now - number('held_ms', 21600000)
+for _, task in ipairs(call('ZRANGEBYSCORE', key('held'), '-inf', old, 'LIMIT', 0, most)) do
+  call('ZREM', key('held'), task)
+  bury(task, 'evicted', 'nobody asked for its result')
+  count('evicted')
+  tell_dump(task)
+end
+for _, task in ipairs(call('ZRANGEBYSCORE', key('collected'), '-inf', old, 'LIMIT', 0, most)) do
+  call('ZREM', key('collected'), task)
+  bury(task, 'delivered', 'handed over')
 end
 return {#expired, #late}

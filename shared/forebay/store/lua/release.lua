@@ -6,5 +6,6 @@ if call('HGET', g, 'st') ~= 'running' or call('HEXISTS', g, 'd' .. idx) == 1 the
 if call('HGET', g, 'a' .. idx) ~= attempt then return 0 end
 retire(task, idx, attempt)
 enqueue(task, idx, tonumber(attempt) + 1, now_ms())
+wake('jobs')
 count('handed_back')
 return 1

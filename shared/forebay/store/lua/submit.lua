@@ -1,15 +1,15 @@
 -- Enqueues a prompt group, once for each idempotency key.
--- ARGV: idempotency key, its ttl s, spec, group size, rules. Returns {task_id, 'created' | 'exists'} or {'full', queued}.
-local idem = key('submitted:' .. ARGV[1])
+-- ARGV: idempotency key, its ttl s, spec, group size, rules, channel: '' (batches), 'direct' or 'eval'.
+-- Returns {task_id, 'created' | 'exists'}, {'full', queued} or {'stopped', reason}.
+local idem, direct = key('submitted:' .. ARGV[1]), ARGV[6]
 local known = call('GET', idem)
 if known then return {known, 'exists'} end
-local queued = call('XLEN', key('prompts'))
+local stopped = call('HGET', STATE, 'stopped')
+if stopped then return {'stopped', stopped} end
+local queued = call('XLEN', key(direct == '' and 'prompts' or 'prompts:direct'))
 if queued >= number('max_queued', 10000) then return {'full', tostring(queued)} end
-local task = call('HINCRBY', STATE, 'task_seq', 1)
+local task = put_in_queue(ARGV[3], ARGV[5], ARGV[4], direct)
 call('SET', idem, task, 'EX', ARGV[2])
-call('HSET', group_key(task), 'st', 'queued', 'n', ARGV[4], 'spec', ARGV[3], 'rules', ARGV[5], 'at', now_ms())
-call('XADD', key('prompts'), '*', 't', task)
-call('HDEL', STATE, 'eod') -- whoever submits after the end of data opens it again
+if direct == '' then call('HDEL', STATE, 'eod') end -- whoever submits after the end of data opens it again
 count('submitted')
-wake('admission')
 return {tostring(task), 'created'}

@@ -16,5 +16,8 @@ for at = 2, #ARGV do
     end
   end
 end
-if lost > 0 then count('jobs_lost', lost) end
+if lost > 0 then
+  count('jobs_lost', lost)
+  wake('jobs')
+end
 return lost

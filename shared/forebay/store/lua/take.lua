@@ -2,7 +2,8 @@
 -- groups is stale it is dissolved, the fresh ones go back to ready. Once handed over it is frozen.
 -- ARGV: consumer group, consumer, id of the last entry that this reader got.
 -- Returns {'batch', entry id, batch id, index, version, redelivered}, {'end'} (end of data, nothing on its way),
--- {'blocked', version} (nothing can come before the version moves) or {'empty'}.
+-- {'stopped', reason} (the run has stopped itself), {'blocked', version} (nothing can come before the version moves) or
+-- {'empty'}.
 local name, consumer, after = ARGV[1], ARGV[2], ARGV[3]
 local stream = key('batches')
 
@@ -18,6 +19,7 @@ local function dissolve(entry, batch, tasks, version)
       call('ZADD', key('ready'), call('HGET', g, 'seq'), task)
     end
   end
+  call('HINCRBY', STATE, 'cut_batches', -1)
   call('UNLINK', batch_key(batch), batch_key(batch) .. ':tasks')
   call('XACK', stream, name, entry)
   call('XDEL', stream, entry)
@@ -25,12 +27,22 @@ local function dissolve(entry, batch, tasks, version)
   wake('cutter')
 end
 
+-- A batch counts as handed over ahead of the version once, and once more for a trainer that began again since. A
+-- partial one counts whole: the trainer steps once for it.
+local function count_ahead(batch)
+  local recoveries = tostring(number('recoveries', 0))
+  if call('HGET', batch_key(batch), 'counted') == recoveries then return end
+  call('HSET', batch_key(batch), 'counted', recoveries)
+  call('HINCRBY', STATE, 'ahead', number('B', 1))
+end
+
 local function hand_over(tasks, batch)
   call('HSET', batch_key(batch), 'st', 'delivered')
-  call('HINCRBY', STATE, 'ahead', #tasks)
+  call('HINCRBY', STATE, 'cut_batches', -1)
   for _, task in ipairs(tasks) do
     call('HDEL', key('cut'), task)
     call('HSET', group_key(task), 'st', 'delivered')
+    call('HDEL', group_key(task), 'spec', 'rules')
   end
   count('delivered', #tasks)
   count('batches_delivered')
@@ -60,6 +72,7 @@ for _ = 1, 1000 do
       dissolve(entry, batch, tasks, version)
     else
       if not again then hand_over(tasks, batch) end
+      count_ahead(batch)
       return {'batch', entry, batch, index, call('HGET', STATE, 'version'), again and 1 or 0}
     end
   end
@@ -68,6 +81,7 @@ end
 local queued, running = call('XLEN', key('prompts')), call('SCARD', key('running'))
 local waiting = call('ZCARD', key('ready')) + call('HLEN', key('cut'))
 if call('HEXISTS', STATE, 'eod') == 1 and queued + running + waiting == 0 then return {'end'} end
-local limit = (number('s', 0) + 1) * number('k', 1) * number('B', 1)
-if number('ahead', 0) >= limit then return {'blocked', call('HGET', STATE, 'version')} end
+local stopped = call('HGET', STATE, 'stopped')
+if stopped then return {'stopped', stopped} end
+if number('ahead', 0) >= capacity() then return {'blocked', call('HGET', STATE, 'version')} end
 return {'empty'}

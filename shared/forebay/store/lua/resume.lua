@@ -1,0 +1,7 @@
+-- Lets a run that has stopped itself go on, with all its budgets anew. Returns 1 if it had stopped.
+local had = call('HDEL', STATE, 'stopped')
+for _, field in ipairs(call('HKEYS', STATE)) do
+  if string.find(field, '^streak:') or string.find(field, '^failed:') then call('HDEL', STATE, field) end
+end
+wake('admission')
+return had

@@ -1,0 +1,130 @@
+"""What the store's methods give: plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["BatchEntry", "Channel", "Collected", "CutRule", "Lease", "ResultEntry", "RunStatus", "Taken"]
+
+
+class Channel(StrEnum):
+    """How a group reaches its trainer."""
+
+    BATCHES = ""
+    """In a batch of the stream."""
+    DIRECT = "direct"
+    """To whoever asks for it by its task id; outside the capacity, but never stale."""
+    EVAL = "eval"
+    """Likewise, and whatever its version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """An attempt that a worker has claimed."""
+
+    job_id: str
+    attempt: tuple[int, int, int]
+    """``(task_id, sample_idx, attempt)``."""
+    spec: bytes
+    group_size: int
+    deadline_s: float
+    """Seconds from the claim to the group's deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultEntry:
+    """One entry of the results stream."""
+
+    entry_id: str
+    task_id: int
+    sample_idx: int
+    header: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEntry:
+    """A batch as handed over."""
+
+    entry_id: str
+    batch_id: int
+    index: bytes
+    version: int
+    """The version in force at the hand-over."""
+    redelivered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The answer to a reader that asks for the next batch; one of the fields is set, or none: nothing yet."""
+
+    batch: BatchEntry | None = None
+    end: bool = False
+    blocked_at_version: int | None = None
+    stopped: str | None = None
+    """Why the run has stopped itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The answer to whoever asks for one group."""
+
+    state: str
+    """``group``, ``wait``, ``stopped``, ``rejected``, ``evicted``, ``batched`` or ``unknown``."""
+    detail: str = ""
+    """Why, or the batch id."""
+    summary: bytes = b""
+    version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CutRule:
+    """When the next batch may be cut."""
+
+    ready: int
+    """Groups that wait for one."""
+    partial: bool
+    """The data has ended and nothing is queued or running: whatever is left may be cut."""
+    dynamic: bool
+    """A batch is cut once `settled` reaches the batch size, with as many groups as were accepted."""
+    settled: int
+    """Groups accepted or rejected since the last cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """Where the groups of the run are, at one instant."""
+
+    version: int
+    delivered_ahead: int
+    capacity: int
+    queued: int
+    running: int
+    ready: int
+    cut: int
+    queued_jobs: int
+    leased: int
+    collector_alive: bool
+    counters: dict[str, int]
+    workers: dict[str, dict[str, Any]]
+    """Live workers by id: what they last said of themselves, with ``silent_s``."""
+    servers: tuple[str, ...]
+    direct_queued: int = 0
+    direct_running: int = 0
+    held: int = 0
+    """Results that wait for whoever asks for them."""
+    stopped: str | None = None
+    """Why the run has stopped itself; None: it has not."""
+    cut_batches: int = 0
+    """Batches that nobody has read yet; a partial one counts whole where versions are counted."""
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that have been submitted and have not ended."""
+        batched = self.queued + self.running + self.ready + self.cut
+        return batched + self.direct_queued + self.direct_running + self.held
+
+    def count(self, name: str) -> int:
+        """The total of counter `name` since the run began."""
+        return self.counters.get(name, 0)
