@@ -23,9 +23,21 @@ def collector(
 
     A second one stands by and takes over.
     """
+    from forebay.http_metrics import HttpSettings, Listen
     from forebay.settings import RunSettings, Settings, load
     from forebay_collector.service import run_collector
+    from forebay_collector.settings import CollectorSettings
 
     given = {"batch_size": batch_size, "max_staleness": max_staleness}
     rules = load(RunSettings, **{name: value for name, value in given.items() if value is not None})
-    asyncio.run(run_collector(load(Settings), rules))
+    http = load(CollectorSettings)
+    listen = None
+    if http.http_port is not None:
+        listen = Listen(
+            http.http_port,
+            http.http_host,
+            load(HttpSettings).token,
+            port_setting="FOREBAY_COLLECTOR_HTTP_PORT",
+            host_setting="FOREBAY_COLLECTOR_HTTP_HOST",
+        )
+    asyncio.run(run_collector(load(Settings), rules, listen))

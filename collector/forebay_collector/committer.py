@@ -23,6 +23,7 @@ from forebay_collector.accept import AcceptFilter
 from forebay_collector.assembler import Assembled
 from forebay_collector.decision import Decision, decide
 from forebay_collector.dump import Dumper
+from forebay_collector.metrics import CollectorMetrics
 from forebay_collector.uneven_keys import UnevenKeys
 
 __all__ = ["Committer"]
@@ -35,8 +36,16 @@ _MAX_DETAIL = 500
 class Committer:
     """Decides on assembled groups, and records what was decided."""
 
-    def __init__(self, store: Store, accept: AcceptFilter, dumper: Dumper, shaping: RewardShaping) -> None:
+    def __init__(
+        self,
+        store: Store,
+        accept: AcceptFilter,
+        dumper: Dumper,
+        shaping: RewardShaping,
+        metrics: CollectorMetrics | None = None,
+    ) -> None:
         self._store = store
+        self._metrics = metrics
         self._shaping = shaping
         self._accept = accept
         self._dumper = dumper
@@ -53,6 +62,7 @@ class Committer:
         if needs_rows and decision.summary.rollouts:
             rows = await self._read(decision.summary)
             if rows is None:
+                self._dumper.note_lost(group.task_id)
                 decision = replace(decision, reason=RejectReason.ROWS_LOST, detail="rows are gone from Redis")
         if decision.reason is None and group.rules.should_accept_fn is not None and rows is not None:
             reason, detail = await self._accept.judge(group.rules.should_accept_fn, decision.summary, rows)
@@ -68,22 +78,25 @@ class Committer:
             dump_folder=folder,
             detail=decision.detail[:_MAX_DETAIL],
         )
+        if done and self._metrics is not None:
+            self._metrics.decided(decision.summary, decision.reason)
         if done and decision.reason is not None:
             log.info(
                 "group.rejected", task_id=group.task_id, reason=decision.reason, detail=decision.detail[:_MAX_DETAIL]
             )
 
     async def _dump(self, group: Assembled, decision: Decision, rows: Sequence[Row] | None) -> str:
-        if rows is None:
+        """Write the group's file: its folder, or "" if it has none."""
+        if rows is None or not self._dumper.on:
             return ""
-        version = await self._store.version() if decision.summary.tail < 0 else decision.summary.tail
-        folder = self._dumper.folder(decision.summary, group.rules, version)
-        if folder:
-            outcome = "accepted" if decision.reason is None else "rejected"
-            await self._dumper.write(
-                folder, decision.summary, rows, group.headers, outcome, decision.reason or "", version
-            )
-        return folder
+        summary = decision.summary
+        current = 0
+        if any(row.trained and row.tail < 0 for rollout in summary.rollouts for row in rollout.rows):
+            current = await self._store.version()  # stands in for versions that rows do not have
+        folder = self._dumper.folder(summary, group.rules, current)
+        outcome = "accepted" if decision.reason is None else "rejected"
+        done = await self._dumper.write(folder, summary, rows, group.headers, outcome, decision.reason or "", current)
+        return folder if done else ""
 
     async def _read(self, summary: GroupSummary) -> list[Row] | None:
         names = [(summary.task, rollout.sample_idx, rollout.attempt) for rollout in summary.rollouts]

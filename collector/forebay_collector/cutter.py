@@ -6,6 +6,7 @@ shaped, so that the groups of a dissolved batch are normalized anew in the next 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,8 @@ from forebay.group_rewards import normalized_batch
 from forebay.settings import RunSettings
 from forebay.store.store import Store
 from forebay.wire.envelopes import BatchIndex, GroupSummary
+from forebay_collector.dump import Dumper
+from forebay_collector.metrics import CollectorMetrics
 
 __all__ = ["Cutter"]
 
@@ -27,9 +30,18 @@ _EVICT_EVERY_S = 0.25
 class Cutter:
     """Cuts whenever enough groups are ready; at the end of the data, whatever is left."""
 
-    def __init__(self, store: Store, settings: RunSettings, cancelled: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: RunSettings,
+        cancelled: Callable[[int], None],
+        metrics: CollectorMetrics | None = None,
+        dumper: Dumper | None = None,
+    ) -> None:
         """Make a cutter; `cancelled` is called with each evicted group, which may have been running."""
         self._store = store
+        self._metrics = metrics or CollectorMetrics(settings)
+        self._dumper = dumper
         self._early_cancel = settings.early_cancel
         self._cancelled = cancelled
         self._batch_size = settings.batch_size
@@ -51,12 +63,15 @@ class Cutter:
                 tries += 1
                 continue
             groups = normalized_batch([GroupSummary.unpack(summary) for _, summary in ready])
-            index = BatchIndex(groups, partial=partial, metrics=metrics(groups))
+            status = await self._store.status()
+            index = BatchIndex(groups, partial=partial, metrics=self._metrics.of_batch(groups, status))
             batch_id = await self._store.cut(epoch, index.pack(), [task_id for task_id, _ in ready])
             if batch_id is None:
                 tries += 1
                 continue
             cut += 1
+            self._metrics.cut(groups, status)
+            await self._rewrite_dumps(groups)
             log.info("batch.cut", batch_id=batch_id, groups=len(groups), partial=partial)
         return cut
 
@@ -72,16 +87,11 @@ class Cutter:
                 self._cancelled(task_id)
             log.info("groups.evicted", count=len(evicted), task_ids=evicted[:20])
 
-
-def metrics(groups: list[GroupSummary]) -> dict[str, float]:
-    """What a trainer logs with the batch: mean raw reward, usable rollouts a group, trained tokens."""
-    rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
-    raw = [row.reward if row.original_reward is None else row.original_reward for row in rows]
-    known = [value for value in raw if value is not None]
-    out = {
-        "rollout/usable_group_size": sum(len(group.rollouts) for group in groups) / len(groups),
-        "rollout/trained_tokens": float(sum(row.trained for row in rows)),
-    }
-    if known:
-        out["rollout/reward"] = sum(known) / len(known)
-    return out
+    async def _rewrite_dumps(self, groups: list[GroupSummary]) -> None:
+        """Rewards that take statistics of the batch were not known when their groups were dumped."""
+        if self._dumper is None or not self._dumper.on:
+            return
+        late = [group for group in groups if group.batch_norm is not None]
+        folders = await self._store.dump_folders([group.task for group in late])
+        dumped = [(group, folder) for group, folder in zip(late, folders, strict=True) if folder]
+        await asyncio.gather(*(self._dumper.rewrite_rewards(*one) for one in dumped))

@@ -11,12 +11,14 @@ import contextlib
 import os
 import socket
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, FencedError, FrameError
+from forebay.errors import ConnectionLostError, FencedError, FrameError, SettingsError
+from forebay.http_metrics import Listen, MetricsServer
+from forebay.loop_lag import watch_loop
 from forebay.settings import RunSettings, Settings
 from forebay.store.records import ResultEntry
 from forebay.store.store import Store
@@ -26,8 +28,12 @@ from forebay_collector.assembler import Assembled, Assembler
 from forebay_collector.committer import Committer
 from forebay_collector.cutter import Cutter
 from forebay_collector.dump import Dumper
+from forebay_collector.metrics import CollectorMetrics
 
-__all__ = ["run_collector"]
+if TYPE_CHECKING:
+    from forebay_collector.exposition import Exposition
+
+__all__ = ["Collector", "run_collector"]
 
 log = structlog.get_logger(__name__)
 
@@ -38,18 +44,19 @@ _SWEEP_EVERY_S = 5.0
 _AWAY_S = 0.5
 
 
-async def run_collector(settings: Settings, rules: RunSettings) -> None:
-    """Collect for the run that `settings` name until SIGTERM or SIGINT.
+async def run_collector(settings: Settings, rules: RunSettings, listen: Listen | None = None) -> None:
+    """Collect for the run that `settings` name until SIGTERM or SIGINT; with `listen`, serve ``/metrics`` there.
 
     Raises:
         ConnectionLostError: Redis cannot be reached at start.
-        SettingsError: a setting of the dump is bad.
+        SettingsError: a setting of the dump or of the metrics is bad.
+        PortInUseError: the port for the metrics is taken.
         FencedError: another collector took the lease while this one was silent.
     """
     store = Store.open(settings)
     try:
         await store.ping()
-        collector = Collector(store, rules)
+        collector = Collector(store, rules, listen)
         await collector.open()
         async with stop_signal() as stop:
             await collector.serve(stop)
@@ -60,14 +67,21 @@ async def run_collector(settings: Settings, rules: RunSettings) -> None:
 class Collector:
     """The duties of a collector, each a loop."""
 
-    def __init__(self, store: Store, rules: RunSettings) -> None:
+    def __init__(self, store: Store, rules: RunSettings, listen: Listen | None = None) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
         self._store = store
         self._rules = rules
         self._dumper = Dumper(rules, store.keys.run)
+        self._exposition = None if listen is None else _make_exposition(store, self._dumper)
+        self._server = None
+        if listen is not None and self._exposition is not None:
+            self._server = MetricsServer(self._exposition.render, listen)
+        self._metrics = CollectorMetrics(rules, self._exposition)
         self._assembler = Assembler()
-        self._committer = Committer(store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping)
-        self._cutter = Cutter(store, rules, self._forget)
+        self._committer = Committer(
+            store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping, self._metrics
+        )
+        self._cutter = Cutter(store, rules, self._forget, self._metrics, self._dumper)
         self._epoch = 0
         self._told: str | None = None
         """Why the run has stopped itself, as far as it was logged."""
@@ -77,8 +91,28 @@ class Collector:
         """Check the settings of the dump. Raises SettingsError."""
         await self._dumper.open()
 
+    @property
+    def metrics_url(self) -> str:
+        """Where the metrics are scraped; "" if they are not served."""
+        return self._server.url if self._server is not None else ""
+
     async def serve(self, stop: asyncio.Event) -> None:
-        """Wait for the lease, then lead until `stop` is set. Raises FencedError."""
+        """Wait for the lease, then lead until `stop` is set; metrics are served all the while.
+
+        Raises:
+            FencedError: another collector took the lease.
+            PortInUseError: the port for the metrics is taken.
+            SettingsError: the metrics cannot be served there.
+        """
+        async with self._server or contextlib.nullcontext():
+            tasks = [] if self._exposition is None else [named_task("lag", watch_loop(self._exposition.lag))]
+            try:
+                await self._serve(stop)
+            finally:
+                await stop_tasks(tasks)
+                await self._dumper.close()
+
+    async def _serve(self, stop: asyncio.Event) -> None:
         stopped = asyncio.create_task(stop.wait())
         lead = asyncio.create_task(self._acquire())
         await asyncio.wait([lead, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -87,6 +121,9 @@ class Collector:
             return
         self._epoch = lead.result()
         await self._store.configure(self._epoch, self._rules)
+        self._metrics.begin(await self._store.status())
+        if self._exposition is not None:
+            self._exposition.lead(True)
         tasks = [
             named_task("lease", self._keep_lease()),
             named_task("results", self._forever(self._collect)),
@@ -205,9 +242,20 @@ class Collector:
         self._told = reason
 
     async def _mark_evicted(self) -> None:
-        for task_id, folder, reason in await self._store.pop_evicted():
-            await self._dumper.mark_evicted(task_id, folder, reason)
+        for task_id, folder, reason in await self._store.evicted_dumps():
+            if folder:
+                await self._dumper.mark_evicted(task_id, folder, reason)
+            await self._store.forget_evicted_dump(task_id)
         await asyncio.sleep(_BLOCK_S)
+
+
+def _make_exposition(store: Store, dumper: Dumper) -> Exposition:
+    """What exposes metrics. Raises SettingsError without the library for it."""
+    try:
+        from forebay_collector.exposition import Exposition
+    except ImportError:
+        raise SettingsError("FOREBAY_COLLECTOR_HTTP_PORT needs prometheus-client; install forebay[collector]") from None
+    return Exposition(store, dumper)
 
 
 def _rules(task_id: int, packed: bytes) -> GroupRules:

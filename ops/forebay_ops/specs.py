@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from forebay_ops.terminal import Terminal
 __all__ = ["LocalStackConfig", "Role"]
 
 _HOST = "127.0.0.1"
+_METRICS_PORT = "FOREBAY_COLLECTOR_HTTP_PORT"
 _LOADING_TIMEOUT_S = 600.0
 """How long Redis may take to load its append-only file."""
 
@@ -148,9 +150,17 @@ def server_spec(config: LocalStackConfig, index: int, port: int) -> ProcessSpec:
 
 
 def collector_spec(config: LocalStackConfig) -> ProcessSpec:
-    """The collector."""
+    """The collector. Its metrics are served on a free port, unless the environment says where."""
     argv = (*config.forebay, "collector", *config.collector_args)
-    return _spec(config, "collector", argv, ready=LogLine("collector.ready"))
+    given = {**os.environ, **config.env}
+    env: dict[str, str] = {}
+    port = given.get(_METRICS_PORT, "")
+    if not port and importlib.util.find_spec("prometheus_client") is not None:
+        # Not one that it picks itself: it is shown, and stays the same when the collector is started again.
+        port = env[_METRICS_PORT] = str(ports.find_free_port())
+    host = given.get("FOREBAY_COLLECTOR_HTTP_HOST") or _HOST
+    address = f"http://{host}:{port}/metrics" if port not in ("", "0") else ""  # 0: only its log tells
+    return _spec(config, "collector", argv, ready=LogLine("collector.ready"), address=address, env=env)
 
 
 def worker_spec(config: LocalStackConfig, index: int) -> ProcessSpec:

@@ -13,12 +13,14 @@ import structlog
 
 from forebay.aio import named_task, stop_signal, stop_tasks
 from forebay.errors import ConnectionLostError
+from forebay.http_metrics import Listen
 from forebay.settings import EngineSettings, RunSettings, Settings
 from forebay.store.store import Store
 from forebay_workers.admission import admit_groups
 from forebay_workers.arq_host import SlotHost
 from forebay_workers.engines.fleet import Fleet
 from forebay_workers.leases import Leases
+from forebay_workers.metrics import WorkerMetrics, WorkerState
 from forebay_workers.settings import WorkerSettings
 from forebay_workers.slots import SlotRunner
 
@@ -31,10 +33,17 @@ _NO_SERVER_S = 0.05
 _CLOSE_S = 3.0
 
 
-async def run_worker(settings: Settings, engine_settings: EngineSettings, worker_settings: WorkerSettings) -> None:
-    """Serve the run that `settings` name until SIGTERM or SIGINT.
+async def run_worker(
+    settings: Settings,
+    engine_settings: EngineSettings,
+    worker_settings: WorkerSettings,
+    listen: Listen | None = None,
+) -> None:
+    """Serve the run that `settings` name until SIGTERM or SIGINT; with `listen`, serve ``/metrics`` there.
 
     Raises:
+        PortInUseError: the port for the metrics is taken.
+        SettingsError: a setting of the metrics is bad.
         ConnectionLostError: Redis cannot be reached at start.
         RunNotReadyError: no collector published the run's settings within ``wait_for_run_s``.
     """
@@ -45,7 +54,7 @@ async def run_worker(settings: Settings, engine_settings: EngineSettings, worker
         rules = await store.wait_for_settings(worker_settings.wait_for_run_s, asyncio.sleep)
         await store.add_servers(settings.servers)
         async with stop_signal() as stop:
-            worker = Worker(store, settings, rules, engine_settings, worker_settings)
+            worker = Worker(store, settings, rules, engine_settings, worker_settings, listen)
             await worker.serve(stop)
     finally:
         await store.close()
@@ -61,6 +70,7 @@ class Worker:
         rules: RunSettings,
         engine_settings: EngineSettings,
         worker_settings: WorkerSettings,
+        listen: Listen | None = None,
     ) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
         self._store = store
@@ -78,6 +88,7 @@ class Worker:
             max_slots=worker_settings.max_slots,
             poll_delay_s=worker_settings.poll_delay_s,
         )
+        self._metrics = None if listen is None else WorkerMetrics(self._state, listen)
 
     async def _claim(self, most: int) -> list[str]:
         # Without a server nothing is claimed: no attempt is burned on a fleet that is still loading its model.
@@ -100,8 +111,22 @@ class Worker:
             "ended": dict(self._runner.ended),
         }
 
+    def _state(self) -> WorkerState:
+        servers = self._fleet.stats()
+        return WorkerState(
+            slots=self._settings.max_slots,
+            busy=self._host.busy,
+            ended=dict(self._runner.ended_by_kind),
+            servers=len(servers),
+            servers_healthy=sum(server.healthy for server in servers.values()),
+        )
+
     async def serve(self, stop: asyncio.Event) -> None:
         """Run slots until `stop` is set; then let them finish for a while, and hand back what does not."""
+        async with self._metrics or contextlib.nullcontext():
+            await self._serve(stop)
+
+    async def _serve(self, stop: asyncio.Event) -> None:
         await self._refresh()
         await self._fleet.start()
         await self._leases.beat()

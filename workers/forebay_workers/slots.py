@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 import structlog
 
@@ -56,6 +57,8 @@ class SlotRunner:
         """The worker is shutting down: a cancelled attempt is handed back."""
         self.ended: dict[str, int] = {}
         """Attempts that ended here, by outcome."""
+        self.ended_by_kind: Counter[tuple[str, str]] = Counter()
+        """The same, by outcome and, of failures, kind."""
 
     async def claim(self, most: int) -> list[str]:
         """Lease up to `most` attempts for this worker: their job ids."""
@@ -133,6 +136,7 @@ class SlotRunner:
             head=min((row.head for row in ended.rows if row.head >= 0), default=-1),
             reason=ended.reason,
         )
+        self.ended_by_kind[ended.outcome.value, ended.kind.value if ended.kind else ""] += 1
         self.ended[ended.outcome.value] = self.ended.get(ended.outcome.value, 0) + 1
         if ended.outcome is SlotOutcome.FAILED:
             log.warning("slot.failed", kind=ended.kind, reason=ended.reason, verdict=verdict)

@@ -116,6 +116,8 @@ class RunStatus:
     """Results that wait for whoever asks for them."""
     stopped: str | None = None
     """Why the run has stopped itself; None: it has not."""
+    cut_batches: int = 0
+    """Batches that nobody has read yet; a partial one counts whole where versions are counted."""
 
     @property
     def in_flight(self) -> int:

@@ -314,17 +314,31 @@ class Store:
             lost += int(await self._run("sweep", epoch, *tasks[at : at + chunk]))
         return lost
 
-    async def pop_evicted(self, most: int = 100) -> list[tuple[int, str, str]]:
-        """``(task_id, dump folder, reason)`` of groups evicted since the last call."""
-        (popped,) = await self._ask(("LPOP", self.keys.evicted, most))
-        if not popped:
+    async def evicted_dumps(self, most: int = 100) -> list[tuple[int, str, str]]:
+        """``(task_id, dump folder, reason)`` of the first evicted groups whose files are not marked yet.
+
+        They stay until :meth:`forget_evicted_dump`, so that who dies in between is followed by one that marks them.
+        The folder is "" where an hour has passed, and nothing is known of them any more.
+        """
+        (tasks,) = await self._ask(("LRANGE", self.keys.evicted, -most, -1))
+        if not tasks:
             return []
-        fields = await self._ask(*(("HMGET", self.keys.group(int(task)), "dump", "why") for task in popped))
+        fields = await self._ask(*(("HMGET", self.keys.group(int(task)), "dump", "why") for task in tasks))
         return [
-            (int(task), folder.decode(), (why or b"").decode())
-            for task, (folder, why) in zip(popped, fields, strict=True)
-            if folder
+            (int(task), (folder or b"").decode(), (why or b"").decode())
+            for task, (folder, why) in zip(tasks, fields, strict=True)
         ]
+
+    async def forget_evicted_dump(self, task_id: int) -> None:
+        """The file of an evicted group is marked."""
+        await self._ask(("LREM", self.keys.evicted, 0, task_id))
+
+    async def dump_folders(self, task_ids: Sequence[int]) -> list[str]:
+        """Where the groups' dumps lie; "" where there is none."""
+        if not task_ids:
+            return []
+        found = await self._ask(*(("HGET", self.keys.group(task_id), "dump") for task_id in task_ids))
+        return [(folder or b"").decode() for folder in found]
 
     async def wait_for_wake(self, name: str, timeout_s: float) -> None:
         """Wait until ``admission``, ``cutter`` or ``jobs`` is woken, or `timeout_s` has passed."""
@@ -525,6 +539,7 @@ class Store:
             direct_running=direct_running,
             held=held,
             stopped=state[b"stopped"].decode() if b"stopped" in state else None,
+            cut_batches=int(number.get("cut_batches", 0)),
         )
 
     async def wait_for_settings(self, timeout_s: float, pause: Callable[[float], Awaitable[None]]) -> RunSettings:

@@ -121,6 +121,11 @@ local function bury(task, state, reason)
   call('EXPIRE', g, TOMBSTONE_S)
 end
 
+-- The file of an evicted group is to be marked.
+local function tell_dump(task)
+  if call('HGET', group_key(task), 'dump') ~= '' then call('LPUSH', key('evicted'), task) end
+end
+
 local function put_in_queue(spec, rules, size, direct, ...)
   local task = call('HINCRBY', STATE, 'task_seq', 1)
   call('HSET', group_key(task), 'st', 'queued', 'n', size, 'spec', spec, 'rules', rules, 'ch', direct, 'at', now_ms(), ...)
@@ -146,7 +151,7 @@ local function evict(task, version)
   if call('HGET', group_key(task), 'ch') == '' then requeue(task) end
   bury(task, 'evicted', reason)
   count('evicted')
-  if call('HGET', group_key(task), 'dump') ~= '' then call('LPUSH', key('evicted'), task) end
+  tell_dump(task)
   wake('admission')
 end
 

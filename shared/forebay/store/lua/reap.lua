@@ -51,6 +51,7 @@ for _, task in ipairs(call('ZRANGEBYSCORE', key('held'), '-inf', old, 'LIMIT', 0
   call('ZREM', key('held'), task)
   bury(task, 'evicted', 'nobody asked for its result')
   count('evicted')
+  tell_dump(task)
 end
 for _, task in ipairs(call('ZRANGEBYSCORE', key('collected'), '-inf', old, 'LIMIT', 0, most)) do
   call('ZREM', key('collected'), task)
