@@ -27,6 +27,7 @@ class _Open:
     rules: GroupRules
     size: int
     parent: int | None
+    fault: str
     headers: dict[int, SlotHeader] = field(default_factory=dict)
 
 
@@ -40,6 +41,8 @@ class Assembled:
     headers: Mapping[int, SlotHeader]
     parent: int | None = None
     """The evicted group whose prompt this one is."""
+    fault: str = ""
+    """What is wrong with the group itself, so that it cannot be accepted."""
 
 
 class Assembler:
@@ -55,9 +58,9 @@ class Assembler:
         """Whether the rules of the group are known here."""
         return task_id in self._open
 
-    def open(self, task_id: int, rules: GroupRules, size: int, parent: int | None = None) -> None:
+    def open(self, task_id: int, rules: GroupRules, size: int, parent: int | None = None, fault: str = "") -> None:
         """Begin a group."""
-        self._open.setdefault(task_id, _Open(rules, size, parent))
+        self._open.setdefault(task_id, _Open(rules, size, parent, fault))
 
     def forget(self, task_id: int) -> None:
         """Drop a group that has ended otherwise."""
@@ -73,7 +76,7 @@ class Assembler:
         if len(group.headers) < group.size:
             return None
         del self._open[entry.task_id]
-        return Assembled(entry.task_id, group.size, group.rules, group.headers, group.parent)
+        return Assembled(entry.task_id, group.size, group.rules, group.headers, group.parent, group.fault)
 
 
 def _header(entry: ResultEntry) -> SlotHeader:

@@ -57,6 +57,8 @@ class Committer:
         decision = decide(
             group.task_id, group.group_size, group.rules, group.headers, self._shaping, parent=group.parent
         )
+        if group.fault:
+            decision = replace(decision, reason=RejectReason.CONTRACT_ERROR, detail=group.fault)
         needs_rows = self._dumper.on or (decision.reason is None and group.rules.should_accept_fn is not None)
         rows: list[Row] | None = None
         if needs_rows and decision.summary.rollouts:

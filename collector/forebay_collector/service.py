@@ -199,7 +199,8 @@ class Collector:
                 log.debug("result.late", task_id=entry.task_id, sample_idx=entry.sample_idx)
                 return
             packed, size, parent = known
-            self._assembler.open(entry.task_id, _rules(entry.task_id, packed), size, parent)
+            rules, fault = _rules(entry.task_id, packed)
+            self._assembler.open(entry.task_id, rules, size, parent, fault)
         assembled = self._assembler.add(entry)
         if assembled is not None:
             while len(self._commits) >= _COMMITS_AT_ONCE:
@@ -258,9 +259,10 @@ def _make_exposition(store: Store, dumper: Dumper) -> Exposition:
     return Exposition(store, dumper)
 
 
-def _rules(task_id: int, packed: bytes) -> GroupRules:
+def _rules(task_id: int, packed: bytes) -> tuple[GroupRules, str]:
+    """The rules of a group, and what is wrong with them: it is rejected once it has ended."""
     try:
-        return GroupRules.unpack(packed)
+        return GroupRules.unpack(packed), ""
     except FrameError as error:
         log.error("rules.unreadable", task_id=task_id, reason=str(error))
-        return GroupRules(min_usable_group_size=1)
+        return GroupRules(min_usable_group_size=1), f"its rules are unreadable: {error}"

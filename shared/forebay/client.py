@@ -162,7 +162,7 @@ class AsyncClient:
                         raise
                     await asyncio.sleep(_FULL_S)
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        return await collect_groups(self._store, self.run_settings, task_ids, left)
+        return await collect_groups(self._store, self.run_settings, task_ids, left, is_eval=is_eval)
 
     async def evaluate(
         self,

@@ -7,11 +7,13 @@ where a group is normalized by such, are those of all groups that one call asks 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from forebay.batches import CollectedRollouts, Watch, load_rows
 from forebay.errors import GroupNotDeliveredError
 from forebay.group_rewards import normalized_batch
+from forebay.metrics import scope_metrics, scope_of
 from forebay.settings import RunSettings
 from forebay.store.records import Collected
 from forebay.store.store import Store, run_stopped
@@ -21,10 +23,11 @@ __all__ = ["collect_groups"]
 
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.25
+_REJECTED = "rejected: "
 
 
 async def collect_groups(
-    store: Store, settings: RunSettings, task_ids: Sequence[int], timeout_s: float | None
+    store: Store, settings: RunSettings, task_ids: Sequence[int], timeout_s: float | None, *, is_eval: bool = False
 ) -> CollectedRollouts:
     """Wait for these groups, one after the other, and take them; `timeout_s` bounds the whole wait.
 
@@ -55,7 +58,12 @@ async def collect_groups(
                 rows[at].reward, rows[at].original_reward = summary.reward, summary.original_reward
                 at += 1
     await store.discard([group.task for group in groups])
-    return CollectedRollouts(version=version, groups=normalized, rows=rows, ended=ended)
+    metrics = scope_metrics(normalized, scope_of(is_eval=is_eval), rejected=_reasons(ended))
+    return CollectedRollouts(version=version, groups=normalized, rows=rows, ended=ended, metrics=metrics)
+
+
+def _reasons(ended: Mapping[int, str]) -> Counter[str]:
+    return Counter(text.removeprefix(_REJECTED) for text in ended.values() if text.startswith(_REJECTED))
 
 
 async def _one(store: Store, watch: Watch, task_id: int) -> Collected:

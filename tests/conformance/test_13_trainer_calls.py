@@ -47,6 +47,7 @@ class TestWaitForTask:
             task = await client.submit(prompts(1, action="reject")[0], WORKFLOW, {}, batched=False)
             found = await client.wait_for_task(task, timeout_s=20)
             assert (found.groups, found.ended) == ([], {task: "rejected: no_usable_slot"})
+            assert found.metrics["rollout/rejected/no_usable_slot"] == 1
 
     async def test_time_out(self, redis_url: str, run_name: str) -> None:
         """13: a wait is bounded, and its error says what is going on."""
@@ -111,6 +112,8 @@ class TestEvaluation:
             training = await client.submit(prompts(1)[0], WORKFLOW, {})
             found = await client.evaluate(prompts(3, action="reward_is_eval"), WORKFLOW, {}, timeout_s=20)
             assert [row.reward for row in found.rows] == [1.0] * 6
+            assert found.metrics["eval-rollout/accepted"] == 3
+            assert found.metrics["eval-rollout/reward"] == 1.0
             (batch,) = await read(client, 1)
             assert [group.task for group in batch.groups] == [training], "evaluations never come in a batch"
             evaluated = {group.task for group in found.groups}
