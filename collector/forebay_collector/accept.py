@@ -33,7 +33,7 @@ def group_tensors(summary: GroupSummary, rows: Sequence[Row]) -> dict[str, Any]:
     for row, known in zip(rows, summaries, strict=True):
         row.reward = known.reward
         row.original_reward = known.reward if known.original_reward is None else known.original_reward
-    tensors = to_torch(pad_rows(rows))
+    tensors = to_torch(pad_rows(rows, warn=False))  # what is left out is logged by the committer, once
     tensors["rollout_group"] = RolloutGroup(
         row_counts=tuple(len(rollout.rows) for rollout in summary.rollouts),
         rewards=tuple(rollout.reference for rollout in summary.rollouts),

@@ -24,6 +24,7 @@ from forebay_collector.assembler import Assembled
 from forebay_collector.decision import Decision, decide
 from forebay_collector.dump import Dumper
 from forebay_collector.metrics import CollectorMetrics
+from forebay_collector.uneven_keys import UnevenKeys
 
 __all__ = ["Committer"]
 
@@ -48,9 +49,11 @@ class Committer:
         self._shaping = shaping
         self._accept = accept
         self._dumper = dumper
+        self._uneven_keys = UnevenKeys()
 
     async def commit(self, epoch: int, group: Assembled) -> None:
         """Decide, dump, commit. Raises FencedError, ConnectionLostError."""
+        self._uneven_keys.warn(group.task_id, group.headers.values())
         decision = decide(
             group.task_id, group.group_size, group.rules, group.headers, self._shaping, parent=group.parent
         )

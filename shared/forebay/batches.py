@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -13,10 +14,11 @@ import numpy as np
 from forebay.errors import CollectorUnavailableError, RowsMissingError, StallError
 from forebay.store.records import BatchEntry, RunStatus
 from forebay.store.store import Store, run_stopped
+from forebay.trajectories import TrajBatchMeta
 from forebay.wire.codec import decode_rows
 from forebay.wire.envelopes import BatchIndex, GroupSummary
 from forebay.wire.rows import Row
-from forebay.wire.tensors import RolloutGroup, pad_rows, to_torch
+from forebay.wire.tensors import RolloutGroup, common_keys, pad_rows, to_torch, warn_of
 
 if TYPE_CHECKING:
     from forebay.settings import RunSettings
@@ -93,13 +95,41 @@ class Rollouts:
         """Real tokens, prompts included."""
         return sum(row.seqlen for row in self.rows)
 
-    def arrays(self, *, pad_token_id: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    def arrays(self, *, pad_token_id: int = 0) -> dict[str, Any]:
         """All rows as numpy arrays [B, S], padded to the right (contract, section 3)."""
         return pad_rows(self.rows, pad_token_id=pad_token_id)
 
     def tensors(self, *, pad_token_id: int = 0) -> dict[str, Any]:
         """All rows as torch tensors [B, S], padded to the right (contract, section 3)."""
         return to_torch(self.arrays(pad_token_id=pad_token_id))
+
+    @property
+    def meta(self) -> TrajBatchMeta:
+        """Which rows of ``tensors()`` belong to which group; it takes them apart, splits and shuffles them."""
+        groups = self.rollout_groups
+        rows = self._rows_by_group()
+        return TrajBatchMeta(
+            n_trajs=len(groups),
+            traj_group_sizes=tuple(len(own) for own in rows),
+            traj_seqlens=tuple(max(row.seqlen for row in own) for own in rows),
+            rollout_groups=tuple(groups),
+        )
+
+    def trajectories(self, *, pad_token_id: int = 0) -> list[dict[str, Any]]:
+        """Each group's torch tensors [B, S], padded to its own longest row, with its ``rollout_group``.
+
+        All have the keys of ``tensors()``: what not all rows of the batch carry is left out.
+        """
+        keys, dropped = common_keys(self.rows)
+        warn_of(dropped)
+        return [
+            to_torch(pad_rows(rows, pad_token_id=pad_token_id, keys=keys)) | {"rollout_group": group}
+            for rows, group in zip(self._rows_by_group(), self.rollout_groups, strict=True)
+        ]
+
+    def _rows_by_group(self) -> list[list[Row]]:
+        rows = iter(self.rows)
+        return [list(islice(rows, sum(group.row_counts))) for group in self.rollout_groups]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 
 from forebay.batches import AsyncBatch, AsyncBatchStream, CollectedRollouts, Rollouts
 from forebay.collecting import collect_groups
-from forebay.errors import QueueFullError, SubmitError, VersionError, WeightUpdateError
+from forebay.errors import QueueFullError, SubmitError, VersionError, WeightUpdateError, WorkflowError
 from forebay.feeding import Feed, GroupBuffer
 from forebay.options import GroupOptions, resolve_rules
 from forebay.settings import EngineSettings, RunSettings, Settings, load
@@ -19,7 +19,7 @@ from forebay.store.store import Store
 from forebay.weights import UpdatePhase, WeightUpdateResult, update_weights_from_disk
 from forebay.wire.envelopes import GroupSpec
 from forebay.wire.values import encode_plain
-from forebay.workflow import WorkflowLike, name_workflow
+from forebay.workflow import WorkflowKind, WorkflowLike, name_workflow
 
 __all__ = ["AsyncClient"]
 
@@ -111,8 +111,13 @@ class AsyncClient:
     ) -> GroupSpec:
         if not isinstance(data, dict):
             raise SubmitError(f"data is a {type(data).__name__}; a prompt is a dict")
-        name, kwargs = name_workflow(workflow, workflow_kwargs, self.run_settings.import_allowlist)
-        return GroupSpec(workflow=name, kwargs=kwargs, data=encode_plain(data), is_eval=is_eval)
+        named = name_workflow(workflow, workflow_kwargs, self.run_settings.import_allowlist)
+        if named.kind is WorkflowKind.AGENT:
+            raise WorkflowError(
+                f"{named.name} is an agent: this release has no proxy for the model calls of agents; write a "
+                "RolloutWorkflow, whose arun_episode calls engine.agenerate"
+            )
+        return GroupSpec(workflow=named.name, kwargs=named.kwargs, data=encode_plain(data), is_eval=is_eval)
 
     async def wait_for_task(self, task_id: int, *, timeout_s: float | None = None) -> CollectedRollouts:
         """The group `task_id`, once it has ended, whichever way; `timeout_s` bounds the wait (None: no bound).

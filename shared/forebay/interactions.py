@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ import numpy as np
 
 from forebay.errors import SlotDataError, WorkflowContractError
 from forebay.generation import StopReason
-from forebay.wire.rows import Row
+from forebay.outcomes import ResultKind
+from forebay.wire.rows import LARGEST_REWARD, Row, rows_from_tensors
 
-__all__ = ["Interaction", "InteractionWithTokenLogpReward", "rows_from_interactions"]
+__all__ = ["Interaction", "InteractionWithTokenLogpReward", "rows_from_interactions", "rows_from_result"]
 
 
 @dataclass(slots=True)
@@ -43,14 +44,12 @@ class Interaction:
         """One row: prompt and completion.
 
         Raises:
-            WorkflowContractError: nothing was generated, or the output lists differ in length.
-            SlotDataError: a logprob or a reward is not finite.
+            WorkflowContractError: nothing was generated, the output lists differ in length, or hold no numbers.
+            SlotDataError: a logprob is missing, or a value is not finite or out of range.
         """
-        count = len(self.output_tokens)
-        if not self.input_tokens or not count:
-            raise WorkflowContractError(
-                f"an interaction has {len(self.input_tokens)} input and {count} output tokens; both are needed"
-            )
+        before, count = len(self.input_tokens), len(self.output_tokens)
+        if not before or not count:
+            raise WorkflowContractError(f"it has {before} input and {count} output tokens; both are needed")
         if len(self.output_logprobs) < count:
             raise SlotDataError(
                 f"logprobs are missing: {len(self.output_logprobs)} for {count} output tokens; "
@@ -58,28 +57,58 @@ class Interaction:
             )
         if not len(self.output_logprobs) == len(self.output_versions) == count:
             raise WorkflowContractError(
-                f"an interaction has {count} output tokens, {len(self.output_logprobs)} logprobs and "
+                f"it has {count} output tokens, {len(self.output_logprobs)} logprobs and "
                 f"{len(self.output_versions)} versions; each token has one of each"
             )
-        before = len(self.input_tokens)
-        logprobs = np.concatenate([np.zeros(before), self.output_logprobs]).astype(np.float32)
-        if not np.isfinite(logprobs).all():
-            raise SlotDataError(f"logprobs[{int(np.flatnonzero(~np.isfinite(logprobs))[0]) - before}] is not finite")
-        for name in ("reward", "original_reward"):
-            value = getattr(self, name)
-            if value is not None and not np.isfinite(np.float32(value)):
-                raise SlotDataError(f"{name} is {value}")
+        ids = _integers("a token id", [*self.input_tokens, *self.output_tokens], least=0)
+        versions = _integers("output_versions", self.output_versions, least=-1)
         return Row(
             {
-                "input_ids": np.array([*self.input_tokens, *self.output_tokens], dtype=np.int32),
-                "loss_mask": np.array([0] * before + [1] * count, dtype=np.int32),
-                "logprobs": logprobs,
-                "versions": np.array([-1] * before + list(self.output_versions), dtype=np.int32),
+                "input_ids": ids,
+                "loss_mask": np.repeat(np.array([0, 1], dtype=np.int32), [before, count]),
+                "logprobs": np.concatenate([np.zeros(before, np.float32), _logprobs(self.output_logprobs)]),
+                "versions": np.concatenate([np.full(before, -1, np.int32), versions]),
             },
-            reward=None if self.reward is None else float(self.reward),
-            original_reward=None if self.original_reward is None else float(self.original_reward),
+            reward=_number("reward", self.reward),
+            original_reward=_number("original_reward", self.original_reward),
             is_truncated=self.stop_reason == StopReason.LENGTH,
         )
+
+
+def _integers(what: str, values: Sequence[int], least: int) -> np.ndarray[Any, Any]:
+    array = np.array(values)
+    if array.dtype.kind not in "iu":
+        raise WorkflowContractError(f"{what} is no integer of 64 bits")
+    if array.min() < least or array.max() >= 2**31:
+        bad = array.min() if array.min() < least else array.max()
+        raise SlotDataError(f"{what} is {bad}; it must be at least {least} and fit int32")
+    return array.astype(np.int32)
+
+
+def _logprobs(values: Sequence[float]) -> np.ndarray[Any, Any]:
+    try:
+        array = np.array(values, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise WorkflowContractError("output_logprobs holds something that is no number") from None
+    with np.errstate(over="ignore"):  # becomes infinite, which is looked for next
+        array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise SlotDataError(f"output_logprobs[{int(np.flatnonzero(~np.isfinite(array))[0])}] is not finite")
+    return array
+
+
+def _number(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch: RuntimeError for several elements
+        raise WorkflowContractError(f"{name} is {value!r}, expected a number or None") from None
+    if not abs(number) <= LARGEST_REWARD:  # NaN too
+        raise SlotDataError(f"{name} is {number}")
+    return number
 
 
 InteractionWithTokenLogpReward = Interaction
@@ -89,20 +118,47 @@ InteractionWithTokenLogpReward = Interaction
 def rows_from_interactions(result: Mapping[str, Interaction]) -> tuple[list[Row], float | None]:
     """A row for each interaction, in the order of the result, and the rollout's reference if any supplies one.
 
+    The messages stay behind: a trainer needs the tokens, and dumps decode them.
+
     Raises:
         WorkflowContractError: the supplied references differ, or an interaction is malformed.
-        SlotDataError: a value is not finite.
+        SlotDataError: a value is not finite, missing or out of range.
     """
-    supplied = {item.rollout_reward for item in result.values() if item.rollout_reward is not None}
-    if any(not np.isfinite(value) for value in supplied):
-        raise SlotDataError(f"rollout_reward is {', '.join(str(value) for value in supplied)}")
+    rows: list[Row] = []
+    supplied: set[float] = set()
+    for completion, item in result.items():
+        if not isinstance(completion, str):
+            raise WorkflowContractError(f"the completion id {completion!r} is no text")
+        try:
+            row = item.to_row()
+            reference = _number("rollout_reward", item.rollout_reward)
+        except (SlotDataError, WorkflowContractError) as error:
+            raise type(error)(f"interaction {completion}: {error}") from None
+        row.completion = completion
+        rows.append(row)
+        if reference is not None:
+            supplied.add(reference)
     if len(supplied) > 1:
         raise WorkflowContractError(
-            f"the interactions of one rollout supply {len(supplied)} different rollout_rewards; they must agree"
+            f"the interactions of one rollout supply rollout_rewards from {min(supplied):g} to {max(supplied):g}; "
+            "it is one number for each rollout, so they agree"
         )
-    rows = []
-    for completion, item in result.items():
-        row = item.to_row()
-        row.completion = str(completion)
-        rows.append(row)
-    return rows, float(supplied.pop()) if supplied else None
+    return rows, supplied.pop() if supplied else None
+
+
+def rows_from_result(result: Mapping[str, Any]) -> tuple[ResultKind, list[Row], float | None]:
+    """The kind, the rows and the supplied reference of what a workflow returned, a dict that is not empty.
+
+    Raises:
+        WorkflowContractError: tensors and Interactions are mixed, or the result is malformed.
+        SlotDataError: a value is not finite, missing or out of range.
+    """
+    interactions = [name for name, value in result.items() if isinstance(value, Interaction)]
+    if not interactions:
+        return ResultKind.TENSOR, *rows_from_tensors(result)
+    if others := [str(name) for name in result if name not in interactions]:
+        raise WorkflowContractError(
+            f"the result mixes Interactions with other values ({', '.join(others[:5])}); return a dict of tensors, or "
+            "of Interactions alone"
+        )
+    return ResultKind.INTERACTIONS, *rows_from_interactions(result)

@@ -99,20 +99,18 @@ def normalize(groups: Sequence[Sequence[ShapedRollout]], norm: NormConfig) -> li
         ContractError: a reward or a reference is missing.
     """
     references = [[_known(rollout.reference) for rollout in group] for group in groups]
-    batch = _Statistics([value for own in references for value in own]) if norm.uses_batch else None
+    batch = _Statistics([value for own in references for value in own], norm) if norm.uses_batch else None
     out: list[list[list[float]]] = []
     at = 0
     for group, own in zip(groups, references, strict=True):
-        group_statistics = _Statistics(own) if norm.uses_group else None
+        group_statistics = _Statistics(own, norm) if norm.uses_group else None
         centre = batch if norm.mean_level == "batch" else group_statistics
         first = at if norm.mean_level == "batch" else 0
         spread = batch if norm.std_level == "batch" else group_statistics
-        scale = 1.0 if norm.std_level is None or spread is None else spread.scale(norm)
+        scale = 1.0 if norm.std_level is None or spread is None else spread.scale
         shifted = []
         for place, rollout in enumerate(group, start=first):
-            base = 0.0
-            if norm.mean_level is not None and centre is not None:
-                base = centre.mean_without(place) if norm.mean_leave1out else centre.mean
+            base = 0.0 if norm.mean_level is None or centre is None else centre.baseline(place)
             shifted.append([(_known(row) - base) / scale for row in rollout.rows])
         out.append(shifted)
         at += len(group)
@@ -128,28 +126,26 @@ def _known(value: float | None) -> float:
 class _Statistics:
     """Of one or more references, in integer arithmetic: each float is an integer over one common power of two."""
 
-    def __init__(self, values: Sequence[float]) -> None:
+    def __init__(self, values: Sequence[float], norm: NormConfig) -> None:
         ratios = [value.as_integer_ratio() for value in values]
         self._unit = max((below for _, below in ratios), default=1)
         self._exact = [above * (self._unit // below) for above, below in ratios]
         self._total = sum(self._exact)
-        self._count = len(values)
+        self._leave_out = norm.mean_leave1out and len(values) > 1  # the baseline of a single one is itself
+        self.scale = self._scale(norm)
 
-    @property
-    def mean(self) -> float:
-        return self._total / (self._count * self._unit)  # the division of integers rounds once
+    def baseline(self, place: int) -> float:
+        """What is subtracted from the reference at `place`: the mean, or that of all others."""
+        # The division of integers rounds once.
+        if self._leave_out:
+            return (self._total - self._exact[place]) / ((len(self._exact) - 1) * self._unit)
+        return self._total / (len(self._exact) * self._unit)
 
-    def mean_without(self, place: int) -> float:
-        """The mean of all others; of a single one, itself."""
-        if self._count == 1:
-            return self.mean
-        return (self._total - self._exact[place]) / ((self._count - 1) * self._unit)
-
-    def scale(self, norm: NormConfig) -> float:
-        count = self._count
+    def _scale(self, norm: NormConfig) -> float:
+        count = len(self._exact)
         if count <= 1:
             return 1.0
-        # n * (sum of squares - square of sum / n), which is zero exactly where all are equal
+        # n times the sum of squares around the mean, which is zero exactly where all are equal
         squares = count * sum(value * value for value in self._exact) - self._total * self._total
         divisor = count * (count - 1 if norm.std_unbiased else count)
         std = math.sqrt(squares / (divisor * self._unit * self._unit))

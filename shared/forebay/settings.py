@@ -11,7 +11,6 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -252,10 +251,11 @@ class RunSettings(_Base):
     @field_validator(*_SHAPING)
     @classmethod
     def _check_shaping_alone(cls, value: float, info: ValidationInfo) -> float:
-        part = _SHAPING[str(info.field_name)]
-        known = {"overlong_tokens": 1, "max_new_tokens": 1} if part == "overlong_factor" else {}
+        values: dict[str, Any] = {_SHAPING[str(info.field_name)]: value}
+        if "overlong_factor" in values:  # whether there is a penalty is looked at with all settings at hand
+            values |= {"overlong_tokens": 1, "max_new_tokens": 1}
         try:
-            RewardShaping(**{part: value}, **known)
+            RewardShaping(**values)
         except SettingsError as error:
             raise ValueError(str(error).partition(": ")[2]) from None
         return value

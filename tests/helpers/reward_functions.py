@@ -105,3 +105,9 @@ class Callable:
         """A reward."""
         await asyncio.sleep(0)
         return 0.75
+
+
+async def gentle_half(*_: Any, **__: Any) -> float:
+    """A coroutine that takes anything."""
+    await asyncio.sleep(0)
+    return 0.5

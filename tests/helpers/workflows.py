@@ -8,7 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from forebay import GenerationHyperparameters, InferenceEngine, RolloutWorkflow, workflow_context
+from forebay import GenerationHyperparameters, InferenceEngine, Interaction, RolloutWorkflow, workflow_context
 from forebay.errors import (
     ConnectionLostError,
     GenerationError,
@@ -107,6 +107,48 @@ class Returning(RolloutWorkflow):
             inner.cancel()
             await inner
         return data.get("return", result())
+
+
+class BySlot(RolloutWorkflow):
+    """Returns what its data say for the slot."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        """As the data say."""
+        return data["slots"][workflow_context.get().sample_idx]
+
+
+class Interacting(RolloutWorkflow):
+    """Returns an Interaction for each completion id of its data, and what else they say."""
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """As the data say; an entry is the fields of an Interaction."""
+        slot = workflow_context.get().sample_idx
+        made = {f"{name}-{slot}": Interaction(**fields) for name, fields in data["interactions"].items()}
+        return {**made, **data.get("others", {})}
+
+
+class Checked(RolloutWorkflow):
+    """Refuses arguments that cannot be right."""
+
+    def __init__(self, size: int = 1, other: int = 0) -> None:
+        self.size, self.other = size, other
+
+    @classmethod
+    def check_arguments(cls, size: int = 1, **_: Any) -> None:
+        """The size is at least 1."""
+        if size < 1:
+            raise ValueError(f"size={size}: must be at least 1")
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
+        """One row."""
+        return result()
+
+
+class CheckedFurther(Checked):
+    """Has another constructor, of which the check it inherits knows nothing."""
+
+    def __init__(self, size: str) -> None:
+        super().__init__(size=len(size))
 
 
 class Counting(RolloutWorkflow):

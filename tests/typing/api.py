@@ -8,6 +8,7 @@ from typing import Any, assert_type
 import numpy as np
 
 from forebay import (
+    AgentWorkflow,
     AsyncBatch,
     AsyncBatchStream,
     AsyncClient,
@@ -18,16 +19,20 @@ from forebay import (
     EngineSettings,
     FailureKind,
     ForebayError,
+    ForebayWarning,
     GenerationHyperparameters,
     InferenceEngine,
     ModelRequest,
     ModelResponse,
+    NormConfig,
     RolloutGroup,
     RolloutWorkflow,
     RunSettings,
     Settings,
     StopReason,
+    TrajBatchMeta,
     WorkflowLike,
+    concat_padded_tensors,
     load,
     workflow_context,
 )
@@ -45,6 +50,12 @@ class OneTurn(RolloutWorkflow):
         self.gconfig = gconfig.new(temperature=0.5)
         self.scale = scale
         self.reward = AsyncRewardWrapper(reward, timeout_s=5, on_timeout=None)
+
+    @classmethod
+    def check_arguments(cls, gconfig: Any = None, **_: Any) -> None:
+        """Only settings are settings."""
+        if not isinstance(gconfig, GenerationHyperparameters):
+            raise TypeError("gconfig must be GenerationHyperparameters")
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """One generation."""
@@ -77,11 +88,51 @@ def settings() -> None:
     assert_type(run, RunSettings)
     assert_type(run.capacity, int)
     assert_type(run.attempts(FailureKind.INFRA), int)
+    load(RunSettings, reward_normalization=NormConfig("group", mean_leave1out=True, std_level=None))
+    assert_type(run.norm, NormConfig | None)
     assert_type(load(Settings).run, str)
     assert_type(load(EngineSettings).request_timeout_s, float)
 
 
-WAYS: list[WorkflowLike] = [OneTurn(GenerationHyperparameters()), OneTurn, "package.module:OneTurn"]
+class Agent:
+    """An agent of one's own."""
+
+    async def run(self, data: dict[str, Any], **extra: Any) -> float:
+        """One episode."""
+        return float(len(data) + len(extra))
+
+
+class OldAgent(AgentWorkflow):
+    """An agent on the deprecated base."""
+
+    async def run(self, data: dict[str, Any], **extra: Any) -> float:
+        """One episode."""
+        return 1.0
+
+
+WAYS: list[WorkflowLike] = [
+    OneTurn(GenerationHyperparameters()),
+    OneTurn,
+    "package.module:OneTurn",
+    Agent(),
+    Agent,
+    OldAgent(),
+    OldAgent,
+]
+WARNING: type[UserWarning] = ForebayWarning
+
+
+def trajectories(batch: Batch) -> None:
+    """A batch taken apart, split over ranks and put together."""
+    made = batch.trajectories(pad_token_id=0)
+    assert_type(made, list[dict[str, Any]])
+    tensors, meta = TrajBatchMeta.batch(made)
+    assert_type(meta, TrajBatchMeta)
+    assert_type(batch.meta.traj_seqlens, tuple[int, ...])
+    shuffled, order = meta.reorder(tensors, range(meta.n_trajs))
+    for part, own in order.split(shuffled, 2):
+        assert_type(own.rollout_groups, tuple[RolloutGroup | None, ...])
+        assert_type(concat_padded_tensors(own.trajectories(part)), dict[str, Any])
 
 
 async def asynchronous() -> None:
@@ -109,6 +160,8 @@ async def asynchronous() -> None:
                 assert_type(batch.rollout_groups, list[RolloutGroup])
                 assert_type(batch.tensors(pad_token_id=0), dict[str, Any])
                 assert_type(batch.tokens, int)
+                assert_type(batch.rewards_normalized, bool)
+                assert_type(batch.normalized_groups, list[bool])
                 assert_type(await batch.ack(), bool)
         await client.set_version(await client.version() + 1)
         result = await client.update_weights_from_disk(Path("weights"), 2, on_progress=print)

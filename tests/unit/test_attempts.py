@@ -13,6 +13,7 @@ from helpers.workflows import Counting
 
 from forebay import FailureKind, InferenceEngine, ModelRequest, ModelResponse, SlotOutcome
 from forebay.backends.base import ServerError
+from forebay.outcomes import ResultKind
 from forebay.wire.codec import decode_rows
 from forebay.wire.envelopes import GroupSpec
 from forebay.wire.values import encode_plain
@@ -60,6 +61,23 @@ class TestOutcomes:
         assert [(one.reward, one.seqlen, one.head) for one in ended.rows] == [(1.0, 4, 3), (2.0, 4, 3)]
         assert ended.frame is not None
         assert [one.reward for one in decode_rows(ended.frame)] == [1.0, 2.0]
+
+    async def test_interactions(self) -> None:
+        """Contract 4.5: a dict of Interactions is a usable slot whose header has its kind and its completion ids."""
+        fields = {"input_tokens": [1], "output_tokens": [2, 3], "output_logprobs": [-1, -2], "output_versions": [4, 5]}
+        ended = await run(spec("Interacting", {"interactions": {"a": fields, "b": fields | {"rollout_reward": 2.0}}}))
+        assert (ended.outcome, ended.result_kind, ended.keys) == (SlotOutcome.USABLE, ResultKind.INTERACTIONS, ())
+        assert [(one.completion, one.head, one.tail) for one in ended.rows] == [("a-0", 4, 5), ("b-0", 4, 5)]
+        assert ended.reference == 2.0
+        assert ended.frame is not None
+        assert [one.completion for one in decode_rows(ended.frame)] == ["a-0", "b-0"]
+
+    async def test_a_mixed_dict_is_a_contract_failure(self) -> None:
+        """Contract 4.5: tensors and Interactions in one dict fail the slot as contract, in every setting."""
+        fields = {"input_tokens": [1], "output_tokens": [2], "output_logprobs": [-1], "output_versions": [4]}
+        ended = await run(spec("Interacting", {"interactions": {"a": fields}, "others": {"rewards": np.ones(1)}}))
+        assert (ended.outcome, ended.kind) == (SlotOutcome.FAILED, FailureKind.CONTRACT)
+        assert "mixes Interactions with other values (rewards)" in ended.reason
 
     async def test_none_is_rejected(self) -> None:
         """None: rejected, not a failure."""

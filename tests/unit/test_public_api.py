@@ -18,6 +18,7 @@ from forebay import errors
 from forebay.backends.base import ServerError
 
 PUBLIC = [
+    "AgentWorkflow",
     "AsyncBatch",
     "AsyncBatchStream",
     "AsyncClient",
@@ -29,6 +30,7 @@ PUBLIC = [
     "EngineSettings",
     "FailureKind",
     "ForebayError",
+    "ForebayWarning",
     "GenerationHyperparameters",
     "GroupOptions",
     "GroupState",
@@ -46,8 +48,10 @@ PUBLIC = [
     "Settings",
     "SlotOutcome",
     "StopReason",
+    "TrajBatchMeta",
     "WorkflowLike",
     "__version__",
+    "concat_padded_tensors",
     "load",
     "workflow_context",
 ]
@@ -194,7 +198,10 @@ class TestErrors:
             value
             for module in modules
             for value in vars(module).values()
-            if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == module.__name__
+            if inspect.isclass(value)
+            and issubclass(value, Exception)
+            and value.__module__ == module.__name__
+            and not issubclass(value, Warning)
         }
         assert modules
         assert [error for error in defined if not issubclass(error, errors.ForebayError)] == []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.building import row
 
-from forebay import RolloutGroup
+from forebay import ForebayWarning, RolloutGroup
 from forebay.errors import ContractError
 from forebay.wire.rows import Row
 from forebay.wire.tensors import pad_rows, to_torch
@@ -76,7 +76,8 @@ class TestPadding:
         """A key, a reward or a flag that some row lacks is absent, whichever row comes first."""
         full, bare = row([1, 2], truncated=True), row([3, 4], reward=None)
         full.tokens["turn_ids"] = np.zeros(2, dtype=np.int32)
-        arrays = pad_rows([full, bare] if first == 0 else [bare, full])
+        with pytest.warns(ForebayWarning, match="not all rows carry them: is_truncated, rewards, turn_ids"):
+            arrays = pad_rows([full, bare] if first == 0 else [bare, full])
         assert set(arrays) == {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}
 
     def test_original_rewards_that_some_rows_lack(self) -> None:
@@ -85,7 +86,8 @@ class TestPadding:
         changed.original_reward = 9.0
         assert pad_rows([same, changed])["original_rewards"].tolist() == [2.0, 9.0]
         assert "original_rewards" not in pad_rows([same, same])
-        assert not {"rewards", "original_rewards"} & set(pad_rows([changed, without]))
+        with pytest.warns(ForebayWarning, match="original_rewards, rewards"):
+            assert not {"rewards", "original_rewards"} & set(pad_rows([changed, without]))
         changed.original_reward = 0.0
         assert pad_rows([changed, same])["original_rewards"].tolist() == [0.0, 2.0]
 

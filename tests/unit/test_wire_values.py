@@ -316,7 +316,7 @@ class TestArguments:
                 (Local, "Local is a local function or class"),
                 (lambda: 1.0, "is a lambda"),
                 (functools.partial(functions.half), "has no importable name"),
-                (Checker().method, "does not lead back to the object"),
+                (Checker().method, "is a method bound to an instance"),
                 (functions.Callable(), "has no importable name"),
                 (file, "TextIOWrapper cannot travel"),
                 ({1: 2}, "the key 1 is not allowed"),

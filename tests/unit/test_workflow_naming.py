@@ -11,10 +11,10 @@ from helpers import reward_functions as functions
 from helpers import workflows
 from helpers.workflows import Configured, Frozen, Plain, Positional, Returning
 
-from forebay import GenerationHyperparameters, RolloutWorkflow
-from forebay.errors import ImportNotAllowedError, WorkflowError
+from forebay import GenerationHyperparameters
+from forebay.errors import ImportNotAllowedError, WorkflowError, WorkflowTypeError
 from forebay.wire.values import TAG, pack, unpack
-from forebay.workflow import build_workflow, name_callable, name_workflow
+from forebay.workflow import NamedWorkflow, WorkflowKind, build_workflow, name_callable, name_workflow
 
 ALLOWED = ["forebay", "forebay_workers", "helpers", __name__]
 GCONFIG = GenerationHyperparameters(max_new_tokens=9)
@@ -22,8 +22,8 @@ GCONFIG = GenerationHyperparameters(max_new_tokens=9)
 
 def rebuilt(workflow: Any, kwargs: dict[str, Any] | None = None) -> Any:
     """The workflow as a worker builds it."""
-    name, encoded = name_workflow(workflow, kwargs, ALLOWED)
-    return build_workflow(name, unpack(pack(encoded)), ALLOWED)
+    named = name_workflow(workflow, kwargs, ALLOWED)
+    return build_workflow(named.name, unpack(pack(named.kwargs)), ALLOWED)
 
 
 class TestWays:
@@ -33,9 +33,9 @@ class TestWays:
     def test_class_and_string_with_kwargs(self, named: Any) -> None:
         """A class and both forms of its import string name the same thing."""
         kwargs = {"reward_fn": functions.half, "gconfig": GCONFIG, "scale": 2.0, "other": [1]}
-        name, encoded = name_workflow(named, kwargs, ALLOWED)
-        assert name == "helpers.workflows:Configured"
-        assert encoded["reward_fn"] == {TAG: "callable", "name": "helpers.reward_functions:half"}
+        found = name_workflow(named, kwargs, ALLOWED)
+        assert (found.kind, found.name) == (WorkflowKind.ROLLOUT, "helpers.workflows:Configured")
+        assert found.kwargs["reward_fn"] == {TAG: "callable", "name": "helpers.reward_functions:half"}
         found = rebuilt(named, kwargs)
         assert type(found) is Configured
         assert (found.reward_fn, found.gconfig, found.scale, found.extra) == (
@@ -71,19 +71,19 @@ class TestWays:
 
     def test_a_local_import_path_is_made_canonical(self) -> None:
         """A re-export is named by where the class is defined, so that every process finds the same."""
-        assert name_workflow("helpers.workflows:Plain", {}, ALLOWED) == ("helpers.workflows:Plain", {})
-        name, _ = name_workflow(f"{__name__}:Plain", {}, ALLOWED)
-        assert name == "helpers.workflows:Plain"
+        for string in ("helpers.workflows:Plain", f"{__name__}:Plain"):
+            named = name_workflow(string, {}, ALLOWED)
+            assert named == NamedWorkflow(WorkflowKind.ROLLOUT, "helpers.workflows:Plain", {})
 
     def test_the_built_in_workflow_of_the_workers(self) -> None:
         """The built-in RLVR workflow is allowed and buildable by its string, with a callable reward."""
-        name, encoded = name_workflow(
+        named = name_workflow(
             "forebay_workers.workflows:RLVRWorkflow",
             {"reward_fn": functions.half, "gconfig": GCONFIG, "tokenizer": "some/folder"},
             ALLOWED,
         )
-        assert name == "forebay_workers.workflows.rlvr:RLVRWorkflow"
-        assert encoded["tokenizer"] == "some/folder"
+        assert named.name == "forebay_workers.workflows.rlvr:RLVRWorkflow"
+        assert named.kwargs["tokenizer"] == "some/folder"
 
 
 class TestRules:
@@ -100,8 +100,8 @@ class TestRules:
     def test_kwargs_beside_an_instance_warn_and_are_ignored(self, kwargs: dict[str, Any]) -> None:
         """An instance with kwargs warns, and travels with its own arguments."""
         with pytest.warns(UserWarning, match="workflow_kwargs are ignored"):
-            _, encoded = name_workflow(Frozen(scale=2.0), kwargs, ALLOWED)
-        assert encoded == {"scale": 2.0}
+            named = name_workflow(Frozen(scale=2.0), kwargs, ALLOWED)
+        assert named.kwargs == {"scale": 2.0}
 
     def test_an_instance_alone_does_not_warn(self) -> None:
         """Without kwargs there is nothing to warn of."""
@@ -109,13 +109,17 @@ class TestRules:
             warnings.simplefilter("error")
             name_workflow(Frozen(), None, ALLOWED)
 
-    @pytest.mark.parametrize(
-        "named", [None, 3, object, functions.half, "helpers.workflows:not_a_workflow", RolloutWorkflow]
-    )
+    @pytest.mark.parametrize("named", [3, object, functions.half, "helpers.workflows:not_a_workflow", functions])
     def test_what_is_no_workflow_is_refused(self, named: Any) -> None:
-        """None, other objects, functions and the abstract base are ValueErrors that say what to pass."""
-        with pytest.raises(WorkflowError, match=r"is no RolloutWorkflow|is abstract|not in the run's import allowlist"):
+        """Other objects, functions and modules are ValueErrors and TypeErrors that say what to pass."""
+        with pytest.raises(WorkflowTypeError, match=r"is no RolloutWorkflow, and no agent either: .*; pass a"):
             name_workflow(named, {}, ALLOWED)
+
+    @pytest.mark.parametrize("kwargs", [3, [("scale", 1.0)], "scale"])
+    def test_kwargs_are_a_dict(self, kwargs: Any) -> None:
+        """Arguments that are no dict are refused with what they are."""
+        with pytest.raises(WorkflowError, match=f"workflow_kwargs is a {type(kwargs).__name__}; pass a dict"):
+            name_workflow(Frozen, kwargs, ALLOWED)
 
     def test_an_abstract_class_is_refused_at_submit(self) -> None:
         """A class that no worker could make an instance of is refused with what it lacks."""

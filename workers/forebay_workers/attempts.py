@@ -26,12 +26,14 @@ from forebay.errors import (
     WorkflowContractError,
 )
 from forebay.generation import InferenceEngine
-from forebay.outcomes import FailureKind, SlotOutcome
+from forebay.interactions import rows_from_result
+from forebay.outcomes import FailureKind, ResultKind, SlotOutcome
+from forebay.pretrained import PretrainedCache
 from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import GroupSpec, RowSummary
-from forebay.wire.rows import rows_from_tensors
 from forebay.wire.values import decode_plain, pack
 from forebay.workflow import RolloutWorkflow, build_workflow
+from forebay_workers.format_check import FormatCheck
 
 __all__ = ["Ended", "WorkflowCache", "classify", "run_attempt"]
 
@@ -47,7 +49,9 @@ class Ended:
     kind: FailureKind | None = None
     reason: str = ""
     traceback: str = ""
+    result_kind: ResultKind = ResultKind.TENSOR
     keys: tuple[str, ...] = ()
+    """Of a tensor result."""
     rows: tuple[RowSummary, ...] = ()
     reference: float | None = None
     frame: bytes | None = None
@@ -61,6 +65,7 @@ class WorkflowCache:
         self._entries = entries
         self._built: OrderedDict[tuple[str, bytes], RolloutWorkflow] = OrderedDict()
         self._lock = asyncio.Lock()
+        self._pretrained = PretrainedCache()
 
     async def get(self, spec: GroupSpec) -> RolloutWorkflow:
         """The workflow of `spec`, built on first use. Raises WorkflowError."""
@@ -69,7 +74,9 @@ class WorkflowCache:
             found = self._built.get(key)
             if found is None:
                 # In a thread: loading a tokenizer takes seconds, and leases must be renewed meanwhile.
-                found = await asyncio.to_thread(build_workflow, spec.workflow, spec.kwargs, self._allowlist)
+                found = await asyncio.to_thread(
+                    build_workflow, spec.workflow, spec.kwargs, self._allowlist, self._pretrained
+                )
                 self._built[key] = found
                 # What it has loaded stays: a tokenizer and torch are a million objects that every full collection
                 # would walk again.
@@ -90,6 +97,7 @@ async def run_attempt(
     timeout_s: float,
     max_rows_bytes: int,
     max_inline_tokens: int,
+    check: FormatCheck | None = None,
 ) -> Ended:
     """Run the episode. Never raises but on cancellation."""
     try:
@@ -106,6 +114,8 @@ async def run_attempt(
                 raise
         if result is None:
             return Ended(SlotOutcome.REJECTED)
+        if check is not None:
+            await check(spec.workflow, result)
         return await _usable(result, max_rows_bytes, max_inline_tokens)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
@@ -121,8 +131,8 @@ async def _usable(result: Any, max_rows_bytes: int, max_inline_tokens: int) -> E
         raise WorkflowContractError(f"arun_episode returned a {type(result).__name__}; expected a dict or None")
     if not result:
         raise WorkflowContractError("arun_episode returned an empty dict; return None to reject the episode")
-    rows, reference = rows_from_tensors(result)
-    if sum(row.seqlen for row in rows) > max_inline_tokens:
+    kind, rows, reference = rows_from_result(result)
+    if sum(row.seqlen for row in rows) > max_inline_tokens or any(row.multi_modal for row in rows):
         frame = await asyncio.to_thread(encode_rows, rows)
     else:
         frame = encode_rows(rows)
@@ -130,7 +140,8 @@ async def _usable(result: Any, max_rows_bytes: int, max_inline_tokens: int) -> E
         raise SlotDataError(f"the rows take {len(frame)} bytes, above max_rows_bytes={max_rows_bytes}")
     return Ended(
         SlotOutcome.USABLE,
-        keys=tuple(sorted(str(name) for name in result)),
+        result_kind=kind,
+        keys=tuple(sorted(str(name) for name in result)) if kind is ResultKind.TENSOR else (),
         rows=tuple(RowSummary.of(row) for row in rows),
         reference=reference,
         frame=frame,

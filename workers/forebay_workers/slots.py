@@ -23,6 +23,7 @@ from forebay.store.records import Lease
 from forebay.store.store import Store
 from forebay.wire.envelopes import GroupSpec, SlotHeader
 from forebay_workers.attempts import Ended, WorkflowCache, run_attempt
+from forebay_workers.format_check import FormatCheck
 from forebay_workers.leases import Attempt, Leases
 from forebay_workers.settings import WorkerSettings
 
@@ -50,6 +51,7 @@ class SlotRunner:
         self._rules = run_settings
         self._settings = settings
         self._workflows = WorkflowCache(run_settings.import_allowlist)
+        self._check = FormatCheck(store) if run_settings.check_trajectory_format else None
         self._claimed: dict[str, Lease] = {}
         self.draining = False
         """The worker is shutting down: a cancelled attempt is handed back."""
@@ -113,6 +115,7 @@ class SlotRunner:
             kind=ended.kind.value if ended.kind else None,
             reason=ended.reason,
             traceback=ended.traceback,
+            result_kind=ended.result_kind.value,
             keys=list(ended.keys),
             rows=list(ended.rows),
             reference=ended.reference,
@@ -161,4 +164,5 @@ class SlotRunner:
             timeout_s=max(0.001, min(self._rules.episode_timeout_s, lease.deadline_s)),
             max_rows_bytes=self._rules.max_rows_bytes,
             max_inline_tokens=self._settings.max_inline_tokens,
+            check=self._check,
         )

@@ -93,6 +93,11 @@ class Keys:
         return self._key("deadlines")
 
     @property
+    def first_keys(self) -> str:
+        """Hash: workflow -> the key set of its first tensor result in the run (msgpack)."""
+        return self._key("first_keys")
+
+    @property
     def evicted(self) -> str:
         """List: evicted groups whose dump the collector has yet to mark."""
         return self._key("evicted")

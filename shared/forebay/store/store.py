@@ -190,6 +190,13 @@ class Store:
         """Hand an attempt back, to run again at once on another worker."""
         return bool(await self._run("release", task_id, sample_idx, attempt))
 
+    async def first_keys(self, workflow: str, keys: Iterable[str]) -> frozenset[str]:
+        """The key set of the first tensor result of `workflow` in the run: `keys`, if there was none before."""
+        mine = msgpack.packb(sorted(keys))
+        name = self.keys.first_keys
+        _, first = await self._ask(("HSETNX", name, workflow, mine), ("HGET", name, workflow))
+        return frozenset(msgpack.unpackb(first))
+
     # -- the collector ------------------------------------------------------------------------------------------------
 
     async def lead(self, owner: str, lease_s: float) -> int:

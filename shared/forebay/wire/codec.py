@@ -3,6 +3,9 @@
 A frame is one version byte and a msgpack map. Masks and versions are run-length coded; token ids and logprobs are
 little-endian arrays, logprobs with their bytes shuffled (the high bytes of neighbours are alike), both under zstd
 level 1. Sizes are checked against the frame's own claims, and these against its length, before anything is allocated.
+
+Version 2 is version 1 with the ``multi_modal`` dicts of rows, and is written only where a row has one: a release that
+knows version 1 alone must not read such rows without their images. Both are read.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ import numpy as np
 import zstandard
 
 from forebay.errors import FrameError, SlotDataError
+from forebay.wire.arrays import CODES, code_of, shuffled, unshuffled
+from forebay.wire.multi_modal import claimed_bytes, decode_dict, encode_dict, nbytes
 from forebay.wire.rows import Row
 from forebay.wire.values import pack, unpack
 
 __all__ = ["decode_rows", "encode_rows"]
 
 _VERSION = 1
+_VERSION_MULTI_MODAL = 2
 _RUNS = "r"
 _PLAIN = "p"
 _MAX_TOKENS = 64 * 2**20
@@ -27,7 +33,6 @@ _FREE_BYTES = 64 * 2**20
 _MAX_RATIO = 4096
 """Bytes that rows may take for each byte of their frame, above the free ones: real token ids compress by less than
 ten, and a damaged frame of a few bytes must not claim gigabytes."""
-_DTYPES = {"b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"}
 
 
 def encode_rows(rows: Sequence[Row]) -> bytes:
@@ -39,10 +44,12 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
     compressor = zstandard.ZstdCompressor(level=1)
     for row in rows:
         for name, array in row.tokens.items():
-            if _code(array) not in _DTYPES:
+            if code_of(array) not in CODES:
                 raise SlotDataError(f"{name} has dtype {array.dtype}, which does not travel")
-    frame = bytes([_VERSION]) + pack([_encode_row(row, compressor) for row in rows])
+    version = _VERSION if all(row.multi_modal is None for row in rows) else _VERSION_MULTI_MODAL
+    frame = bytes([version]) + pack([_encode_row(row, compressor) for row in rows])
     size = sum(array.nbytes for row in rows for array in row.tokens.values())
+    size += sum(nbytes(row.multi_modal) for row in rows)
     if size > _bound(frame):
         raise SlotDataError(f"the rows take {size} bytes, of one and the same value almost everywhere")
     return frame
@@ -52,19 +59,16 @@ def _bound(frame: bytes) -> int:
     return _FREE_BYTES + _MAX_RATIO * len(frame)
 
 
-def _code(array: np.ndarray[Any, Any]) -> str:
-    return str(array.dtype.str).lstrip("<>=|")
-
-
 def decode_rows(frame: bytes) -> list[Row]:
     """The rows of a frame; their arrays are writable copies.
 
     Raises:
         FrameError: the frame is truncated, malformed, of another version, or claims impossible sizes.
     """
-    if not frame or frame[0] != _VERSION:
+    if not frame or frame[0] not in (_VERSION, _VERSION_MULTI_MODAL):
         found = frame[0] if frame else "nothing"
-        raise FrameError(f"rows frame of version {found}, expected {_VERSION}; run the same release everywhere")
+        known = f"{_VERSION} or {_VERSION_MULTI_MODAL}"
+        raise FrameError(f"rows frame of version {found}, expected {known}; run the same release everywhere")
     forms = unpack(memoryview(frame)[1:].tobytes())
     if not isinstance(forms, list):
         raise FrameError("rows frame holds no list")
@@ -84,31 +88,35 @@ def _claimed(form: dict[str, Any]) -> int:
     length = form["n"]
     if type(length) is not int or not 1 <= length <= _MAX_TOKENS:
         raise FrameError(f"a row claims {length!r} tokens")
-    if any(spec[0] not in _DTYPES for spec in form["k"].values()):
+    if any(spec[0] not in CODES for spec in form["k"].values()):
         raise FrameError("a row has an array of an unknown dtype")
-    return sum(length * np.dtype(spec[0]).itemsize for spec in form["k"].values())
+    tokens = sum(length * np.dtype(spec[0]).itemsize for spec in form["k"].values())
+    return int(tokens + claimed_bytes(form.get("m") or {}))
 
 
 def _encode_row(row: Row, compressor: zstandard.ZstdCompressor) -> dict[str, Any]:
-    return {
+    form = {
         "n": row.seqlen,
         "k": {name: _encode_array(array, compressor) for name, array in row.tokens.items()},
         "r": row.reward,
         "o": row.original_reward,
         "t": row.is_truncated,
     }
+    if row.completion is not None:
+        form["c"] = row.completion
+    if row.multi_modal is not None:
+        form["m"] = encode_dict(row.multi_modal, compressor)
+    return form
 
 
 def _encode_array(array: np.ndarray[Any, Any], compressor: zstandard.ZstdCompressor) -> list[Any]:
-    dtype = _code(array)
+    dtype = code_of(array)
     if array.dtype.kind in "biu":
         starts = np.flatnonzero(np.concatenate(([True], array[1:] != array[:-1])))
         if len(starts) * 4 <= len(array) or len(starts) <= 8:
             lengths = np.diff(np.append(starts, len(array)))
             return [dtype, _RUNS, [[int(array[at]), int(n)] for at, n in zip(starts, lengths, strict=True)]]
-    raw = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    shuffled = raw.view(np.uint8).reshape(len(raw), -1).T.tobytes()
-    return [dtype, _PLAIN, compressor.compress(shuffled)]
+    return [dtype, _PLAIN, compressor.compress(shuffled(array))]
 
 
 def _decode_row(form: dict[str, Any], decompressor: zstandard.ZstdDecompressor) -> Row:
@@ -121,7 +129,18 @@ def _decode_row(form: dict[str, Any], decompressor: zstandard.ZstdDecompressor) 
         raise FrameError(f"a row has the rewards {reward!r} and {original!r}")
     if truncated is not None and not isinstance(truncated, bool):
         raise FrameError(f"a row is truncated: {truncated!r}")
-    return Row(tokens, reward=reward, original_reward=original, is_truncated=truncated)
+    completion = form.get("c")
+    if completion is not None and not isinstance(completion, str):
+        raise FrameError(f"a row has the completion id {completion!r}")
+    multi_modal = form.get("m")
+    return Row(
+        tokens,
+        reward=reward,
+        original_reward=original,
+        is_truncated=truncated,
+        multi_modal=None if multi_modal is None else decode_dict(multi_modal, decompressor),
+        completion=completion,
+    )
 
 
 def _decode_array(
@@ -141,7 +160,4 @@ def _decode_array(
     size = length * dtype.itemsize
     if zstandard.frame_content_size(data) != size:
         raise FrameError(f"{name} does not hold {length} values of {code}")
-    raw = decompressor.decompress(data, max_output_size=size)
-    shuffled = np.frombuffer(raw, dtype=np.uint8).reshape(dtype.itemsize, length)
-    array: np.ndarray[Any, Any] = np.ascontiguousarray(shuffled.T).view(dtype).reshape(length)
-    return array.astype(np.dtype(code), copy=False)
+    return unshuffled(decompressor.decompress(data, max_output_size=size), code, length)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import SlotDataError, WorkflowContractError
+from forebay.wire.multi_modal import row_dicts
 
-__all__ = ["PADDING", "Row", "rows_from_tensors"]
+__all__ = ["LARGEST_REWARD", "PADDING", "Row", "rows_from_tensors"]
 
 PADDING: Mapping[str, float] = {"versions": -1, "turn_ids": -1}
 """What a key is padded with to the right; every other key with 0."""
@@ -23,9 +24,10 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "versions": np.dtype(np.int32),
     "turn_ids": np.dtype(np.int32),
     "token_rewards": np.dtype(np.float32),
+    "mm_token_type_ids": np.dtype(np.int32),
 }
 _REQUIRED = ("input_ids", "attention_mask")
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are float32 in tensors: beyond it they are infinite."""
 _PER_ROW = ("rewards", "original_rewards", "is_truncated")
 
@@ -39,8 +41,9 @@ class Row:
     reward: float | None = None
     original_reward: float | None = None
     is_truncated: bool | None = None
-    multi_modal: dict[str, np.ndarray[Any, Any]] | None = None
-    """What the row's images and the like were made into: ``pixel_values``, ``image_grid_thw``, ..."""
+    multi_modal: dict[str, Any] | None = None
+    """What the row's images and the like were made into: arrays of any shape (``pixel_values``, ``image_grid_thw``,
+    ...) and plain values."""
     completion: str | None = None
     """Completion id of an interaction; None: a row of a tensor result."""
     _trained: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
@@ -102,7 +105,6 @@ def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | Non
         SlotDataError: a logprob or a reward is NaN, infinite or missing for a token, or an integer is out of range.
             Nothing is filled in, and nothing wraps.
     """
-    reference = _reference(result)
     arrays = {
         name: _numpy(name, value)
         for name, value in result.items()
@@ -112,8 +114,6 @@ def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | Non
     for name in _REQUIRED:
         if name not in arrays:
             raise WorkflowContractError(f"the result has no {name}; it has {', '.join(sorted(arrays)) or 'nothing'}")
-    if "multi_modal_input" in result:
-        raise WorkflowContractError("multi_modal_input does not travel yet; return text rows only")
     if arrays["input_ids"].ndim != 2 or 0 in arrays["input_ids"].shape:
         raise WorkflowContractError(
             f"input_ids has shape {list(arrays['input_ids'].shape)}, expected [B, S] with B and S at least 1; "
@@ -128,22 +128,38 @@ def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | Non
         if tuple(array.shape) != want:
             raise WorkflowContractError(f"{name} has shape {list(array.shape)}, expected {list(want)}")
         _check_dtype(name, array)
+    reference = _reference(result.get("rollout_reward"), size)
     lengths = _lengths(arrays["attention_mask"])
-    return [_row(arrays, at, length) for at, length in enumerate(lengths)], reference
+    rows = [_row(arrays, at, length) for at, length in enumerate(lengths)]
+    if (multi_modal := result.get("multi_modal_input")) is not None:
+        for row, entry in zip(rows, row_dicts(multi_modal, size), strict=True):
+            row.multi_modal = entry
+    return rows, reference
 
 
-def _reference(result: Mapping[str, Any]) -> float | None:
-    if (value := result.get("rollout_reward")) is None:
+def _reference(value: Any, size: int) -> float | None:
+    """The one number of a ``rollout_reward``: a number, an array of one, or an array [B] whose values agree."""
+    if value is None:
         return None
     try:
-        reference = float(
-            value.item() if hasattr(value, "item") else "text" if isinstance(value, (str, bytes)) else value
+        values = value.reshape(-1).tolist() if hasattr(value, "reshape") else [value]
+        several = len(values) != 1
+        if (several and (len(values) != size or value.ndim != 1)) or any(isinstance(v, (str, bytes)) for v in values):
+            raise TypeError
+        numbers = [float(one) for one in values]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise WorkflowContractError(
+            f"rollout_reward is {value!r}, expected one finite number, or one for each of the {size} rows"
+        ) from None
+    for number in numbers:
+        if not _fits(number):
+            raise SlotDataError(f"rollout_reward is {number}")
+    if any(number != numbers[0] for number in numbers):
+        raise WorkflowContractError(
+            f"rollout_reward has values from {min(numbers):g} to {max(numbers):g}; it is one number for each rollout, "
+            "so those of its rows agree"
         )
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch: RuntimeError for several elements
-        raise WorkflowContractError(f"rollout_reward is {value!r}, expected one finite number") from None
-    if not _fits(reference):
-        raise SlotDataError(f"rollout_reward is {reference}")
-    return reference
+    return numbers[0]
 
 
 def _check_dtype(name: str, array: np.ndarray[Any, Any]) -> None:
@@ -166,7 +182,7 @@ def _lengths(mask: np.ndarray[Any, Any]) -> list[int]:
 
 
 def _fits(value: float) -> bool:
-    return abs(value) <= _LARGEST  # False for NaN
+    return abs(value) <= LARGEST_REWARD  # False for NaN
 
 
 def _converted(where: str, values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from forebay.errors import ContractError
+from forebay.notices import ForebayWarning
+from forebay.wire.multi_modal import to_torch_dict
 from forebay.wire.rows import PADDING, Row
 
-__all__ = ["RolloutGroup", "pad_rows", "to_torch"]
+__all__ = ["NEVER_DROPPED", "RolloutGroup", "common_keys", "pad_rows", "to_torch", "warn_of"]
 
+NEVER_DROPPED = frozenset({"multi_modal_input", "mm_token_type_ids"})
+"""Keys that a text row between rows with images lacks for a good reason: it has an empty dict, and tokens of type 0.
+Without them the other rows' image tokens would have no image."""
 _ROW_VALUES = (("rewards", "reward", np.float32), ("original_rewards", "original_reward", np.float32),
                ("is_truncated", "is_truncated", np.bool_))  # fmt: skip
+_ATTRIBUTES: Mapping[str, str] = MappingProxyType({key: attribute for key, attribute, _ in _ROW_VALUES})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +51,84 @@ class RolloutGroup:
         return len(self.row_counts)
 
 
-def pad_rows(rows: Sequence[Row], *, pad_token_id: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+def common_keys(rows: Sequence[Row]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """The keys of the tensors of `rows`, and those that only some rows carry and that are left out of them."""
+    kept = {"input_ids", "attention_mask"}
+    names = {name for row in rows for name in row.tokens}
+    kept |= {name for name in names if name in NEVER_DROPPED or all(name in row.tokens for row in rows)}
+    for key, _, _ in _ROW_VALUES:
+        known = [_row_value(row, key) is not None for row in rows]
+        if key == "original_rewards" and all(row.original_reward is None for row in rows):
+            continue  # nothing was normalized or shaped
+        names |= {key} if any(known) else set()
+        kept |= {key} if all(known) else set()
+    if any(row.multi_modal is not None for row in rows):
+        kept.add("multi_modal_input")
+    return frozenset(kept), tuple(sorted(names - kept))
+
+
+def warn_of(dropped: Sequence[str]) -> None:
+    """A ForebayWarning of keys that are left out; Python shows the same one once."""
+    if dropped:
+        warnings.warn(
+            f"left out of the tensors, because not all rows carry them: {', '.join(dropped)}",
+            ForebayWarning,
+            stacklevel=2,
+        )
+
+
+def _row_value(row: Row, key: str) -> Any:
+    if key == "original_rewards" and row.original_reward is None:
+        return row.reward  # a reward that was never changed is the raw one
+    return getattr(row, _ATTRIBUTES[key])
+
+
+def pad_rows(
+    rows: Sequence[Row], *, pad_token_id: int = 0, keys: frozenset[str] | None = None, warn: bool = True
+) -> dict[str, Any]:
     """B rows as arrays [B, S], padded to the right to the longest of them, plus what each row has one of, [B].
 
-    Keys that not all rows carry are left out; but where some rows have an original reward, those of the others, which
-    nothing has changed, are their rewards. Padding: `pad_token_id` for ids, -1 for versions and turn ids, else 0.
+    Padding: `pad_token_id` for ids, -1 for versions and turn ids, else 0. ``multi_modal_input`` is a list of B dicts
+    (empty ones for rows without), present if any row has one; its arrays are the rows' own, not copies.
+
+    Args:
+        rows: B of them.
+        pad_token_id: what ids are padded with.
+        keys: which to make, as :func:`common_keys` gave them for a larger set of rows. None: the common keys of `rows`.
+        warn: with a ForebayWarning of what only some rows carry, which is left out.
     """
     if not rows:
         return {}
+    if keys is None:
+        keys, dropped = common_keys(rows)
+        if warn:
+            warn_of(dropped)
     width = max(row.seqlen for row in rows)
-    lengths = np.array([row.seqlen for row in rows])
-    out: dict[str, np.ndarray[Any, Any]] = {}
-    for name in rows[0].tokens:
-        if not all(name in row.tokens for row in rows):
-            continue
+    out: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row in rows for name in row.tokens if name in keys):
         fill = pad_token_id if name == "input_ids" else PADDING.get(name, 0)
+        carried = [(at, row.tokens[name]) for at, row in enumerate(rows) if name in row.tokens]
         # The workflow's own keys may differ in type from row to row; no value is lost to the first one's.
-        padded = np.full((len(rows), width), fill, dtype=np.result_type(*{row.tokens[name].dtype for row in rows}))
-        for at, row in enumerate(rows):
-            padded[at, : row.seqlen] = row.tokens[name]
+        padded = np.full((len(rows), width), fill, dtype=np.result_type(*{array.dtype for _, array in carried}))
+        for at, array in carried:
+            padded[at, : len(array)] = array
         out[name] = padded
-    out["attention_mask"] = np.arange(width)[None, :] < lengths[:, None]
-    for key, attribute, dtype in _ROW_VALUES:
-        values = [getattr(row, attribute) for row in rows]
-        if key == "original_rewards" and any(value is not None for value in values):
-            values = [row.reward if value is None else value for row, value in zip(rows, values, strict=True)]
-        if all(value is not None for value in values):
-            out[key] = np.array(values, dtype=dtype)
+    for name in (keys & NEVER_DROPPED) - out.keys() - {"multi_modal_input"}:
+        out[name] = np.zeros((len(rows), width), dtype=np.int32)
+    out["attention_mask"] = np.arange(width)[None, :] < np.array([row.seqlen for row in rows])[:, None]
+    for key, _, dtype in _ROW_VALUES:
+        if key in keys:
+            out[key] = np.array([_row_value(row, key) for row in rows], dtype=dtype)
+    if "multi_modal_input" in keys:
+        out["multi_modal_input"] = [dict(row.multi_modal or {}) for row in rows]
     return out
 
 
-def to_torch(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """The same as torch tensors, sharing memory."""
+def to_torch(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as torch tensors, sharing memory; the dicts of ``multi_modal_input`` too."""
     import torch
 
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {
+        name: [to_torch_dict(entry) for entry in value] if name == "multi_modal_input" else torch.from_numpy(value)
+        for name, value in arrays.items()
+    }

@@ -5,7 +5,7 @@ Never pickle: what cannot be named or copied as plain data is refused where it e
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import operator
 import sys
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
-from forebay.errors import FrameError, SubmitError, WorkflowError
-from forebay.generation import GenerationHyperparameters
+from forebay.errors import FrameError, ImportNotAllowedError, SubmitError, WorkflowError
+from forebay.wire.settings_forms import SETTINGS, decode_settings, settings_base, settings_fields, settings_name
 
 __all__ = ["MAX_DEPTH", "callable_name", "decode_plain", "encode_kwargs", "encode_plain", "pack", "unpack"]
 
@@ -83,36 +83,64 @@ def encode_plain(value: Any, where: str = "data", _depth: int = 0) -> Any:
     )
 
 
-def encode_kwargs(kwargs: dict[str, Any], where: str = "workflow_kwargs") -> dict[str, Any]:
-    """A workflow's arguments: plain values plus hyperparameters, tokenizers and processors, and callables.
+def encode_kwargs(
+    kwargs: dict[str, Any], where: str = "workflow_kwargs", allow: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """A workflow's arguments: plain values plus settings of ours, tokenizers and processors, and callables.
+
+    Args:
+        kwargs: the arguments by name.
+        where: what the path to a bad one begins with.
+        allow: raises ImportNotAllowedError for an import string that workers refuse.
 
     Raises:
         WorkflowError: an argument cannot be named on a worker; the message says which and why.
     """
-    return {name: _encode_argument(value, f"{where}[{name!r}]", 0) for name, value in kwargs.items()}
+    return {name: _encode_argument(value, f"{where}[{name!r}]", 0, allow) for name, value in kwargs.items()}
 
 
-def _encode_argument(value: Any, where: str, depth: int) -> Any:
-    if isinstance(value, GenerationHyperparameters):
-        return {TAG: "gconfig", "fields": encode_kwargs(dataclasses.asdict(value), where)}
+def _encode_argument(value: Any, where: str, depth: int, allow: Callable[[str], None] | None) -> Any:
+    if (name := settings_name(value)) is not None:
+        return {TAG: name, "fields": encode_kwargs(settings_fields(value), where)}
+    if (base := settings_base(value)) is not None:
+        raise WorkflowError(
+            f"{where}: {type(value).__qualname__} is a subclass of {base}, which no worker would make again; pass a "
+            f"{base}, or plain values"
+        )
     if depth < MAX_DEPTH and isinstance(value, (list, tuple)):
-        return [_encode_argument(item, f"{where}[{at}]", depth + 1) for at, item in enumerate(value)]
-    if depth < MAX_DEPTH and isinstance(value, dict) and all(isinstance(name, str) and name != TAG for name in value):
-        return {name: _encode_argument(item, f"{where}[{name!r}]", depth + 1) for name, item in value.items()}
+        return [_encode_argument(item, f"{where}[{at}]", depth + 1, allow) for at, item in enumerate(value)]
+    if depth < MAX_DEPTH and isinstance(value, dict) and all(isinstance(key, str) and key != TAG for key in value):
+        return {key: _encode_argument(item, f"{where}[{key!r}]", depth + 1, allow) for key, item in value.items()}
     kind = _pretrained_kind(value)
     if kind is not None:
-        path = getattr(value, "name_or_path", None)
+        path = _pretrained_path(value)
         if not path:
             raise WorkflowError(
                 f"{where}: this {kind} has no name_or_path; pass the path it can be loaded from instead"
             )
-        return {TAG: kind, "path": str(path)}
+        return {TAG: kind, "path": path}
     if callable(value):
-        return {TAG: "callable", "name": callable_name(value, where)}
+        return {TAG: "callable", "name": _allowed_name(value, where, allow)}
     try:
         return encode_plain(value, where, depth)
     except SubmitError as error:
         raise WorkflowError(str(error)) from None
+
+
+def _allowed_name(value: Callable[..., Any], where: str, allow: Callable[[str], None] | None) -> str:
+    name = callable_name(value, where)
+    if allow is not None:
+        try:
+            allow(name)
+        except ImportNotAllowedError as error:
+            raise ImportNotAllowedError(f"{where}: {error}") from None
+    return name
+
+
+def _pretrained_path(value: Any) -> str:
+    # transformers keeps it on tokenizers only; a processor is loaded from where its tokenizer came from.
+    path = getattr(value, "name_or_path", None) or getattr(getattr(value, "tokenizer", None), "name_or_path", None)
+    return str(path or "")
 
 
 def _pretrained_kind(value: Any) -> str | None:
@@ -150,6 +178,10 @@ def callable_name(value: Callable[..., Any] | type, where: str) -> str:
     found: Any = sys.modules.get(value.__module__)
     for part in name.split("."):
         found = getattr(found, part, None)
+    if inspect.ismethod(value) and not inspect.isclass(value.__self__):
+        raise WorkflowError(
+            f"{where}: {name} is a method bound to an instance, which does not travel; pass a module-level function"
+        )
     if found is not value and found != value:  # a method of a class is made anew at each look; they are equal
         raise WorkflowError(f"{where}: {module}:{name} does not lead back to the object that was passed")
     return f"{module}:{name}"
@@ -213,11 +245,8 @@ def decode_plain(value: Any, resolve: Callable[[str, dict[str, Any]], Any] | Non
         return {name: decode_plain(item, resolve, _depth + 1) for name, item in value.items()}
     if kind == "array":
         return _decode_array(value)
-    if kind == "gconfig":
-        try:
-            return GenerationHyperparameters(**value["fields"])
-        except (TypeError, KeyError) as error:
-            raise FrameError(f"malformed generation settings in a frame: {error}") from None
+    if isinstance(kind, str) and kind in SETTINGS:
+        return decode_settings(kind, decode_plain(value.get("fields"), resolve, _depth + 1))
     if resolve is None:
         raise FrameError(f"a {kind!r} may not stand in plain data")
     return resolve(str(kind), value)
