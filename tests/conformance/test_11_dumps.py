@@ -30,6 +30,7 @@ from forebay.loop_lag import watch_loop
 from forebay.outcomes import SlotOutcome
 from forebay.reward_rules import NormConfig, RewardShaping
 from forebay.store import Store
+from forebay.store.records import Channel
 from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import BatchIndex, GroupRules, GroupSummary, RowSummary, SlotHeader
 from forebay.wire.rows import Row
@@ -206,13 +207,13 @@ class TestRewriting:
         assert after == {**before, "outcome": "evicted", "reason": after["reason"]}
         assert after["reason"] == second["reason"] == "stale: head version 0, training at version 1"
 
-    @pytest.mark.parametrize("gate", ["assembly", "waiting", "cut", "hand-over"])
+    @pytest.mark.parametrize("gate", ["assembly", "waiting", "cut", "hand-over", "held"])
     async def test_the_mark_outlives_a_collector(
         self, driver: Driver, dumper: Dumper, tmp_path: Path, gate: str
     ) -> None:
         """11, 6: evicted at any gate; who is killed before the mark is followed by one that marks."""
         await driver.lead(max_staleness=0, batch_size=1)
-        (task,) = await driver.submit(1, size=1)
+        (task,) = await driver.submit(1, size=1, channel=Channel.DIRECT if gate == "held" else Channel.BATCHES)
         if gate == "assembly":
             await driver.store.set_version(1)
         await committed(driver, dumper, task, [versions(0, 0)])
@@ -226,6 +227,9 @@ class TestRewriting:
             await driver.cut(1)
         elif gate == "hand-over":
             assert (await driver.take()).batch is None
+        elif gate == "held":  # nobody asks for it
+            await driver.store._redis.hset(driver.store.keys.state, "held_ms", 0)  # type: ignore[misc]
+            await driver.store.reap(driver.epoch)
         first = await driver.store.evicted_dumps()
         assert await driver.store.evicted_dumps() == first, "until it is done"
         ((found, folder, reason),) = first
