@@ -15,6 +15,7 @@ from typing import Any
 
 from forebay.errors import WorkflowError
 from forebay.generation import GenerationHyperparameters
+from forebay.notices import ForebayWarning
 
 __all__ = ["Checks", "as_gconfig", "check", "check_common", "check_integer", "check_processor", "warn_of_missing_path"]
 
@@ -53,6 +54,7 @@ def warn_of_missing_path(arguments: Mapping[str, Any], *names: str) -> None:
         if isinstance(value, str) and (value[0] in "./~" or value.count("/") > 1) and not Path(value).exists():
             warnings.warn(
                 f"{name}={value!r} is not on this host; workers that do not have it either fail every slot",
+                ForebayWarning,
                 stacklevel=4,
             )
 

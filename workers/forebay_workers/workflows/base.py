@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from forebay import workflow_context
 from forebay.errors import SlotDataError
 from forebay.generation import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse, StopReason
+from forebay.pretrained import load_tokenizer
 from forebay.rewards import AsyncRewardWrapper
 from forebay.tracing import trace_session
 from forebay.workflow import RolloutWorkflow
@@ -45,9 +46,7 @@ class BuiltInWorkflow(RolloutWorkflow):
         }
         check(type(self), given, self._checks)
         if isinstance(tokenizer, str):
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            tokenizer = load_tokenizer(tokenizer)
         importlib.import_module("torch")  # seconds: here, in a thread of its own, not in the first episode
         self.tokenizer = tokenizer
         self.gconfig = as_gconfig(gconfig).new_with_stop_and_pad_token_ids(tokenizer)
@@ -62,7 +61,7 @@ class BuiltInWorkflow(RolloutWorkflow):
             WorkflowError: names the argument and its value, and says what to pass instead.
 
         Warns:
-            UserWarning: a folder to load from is not on this host, where no worker may run.
+            ForebayWarning: a folder to load from is not on this host, where no worker may run.
         """
         check(cls, arguments, cls._checks)
         warn_of_missing_path(arguments, *cls._loaded)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from forebay.errors import SlotDataError
 from forebay.generation import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
+from forebay.pretrained import load_processor
 from forebay_workers.workflows.arguments import Checks, check, check_common, check_processor
 from forebay_workers.workflows.base import BuiltInWorkflow, messages_of, new_rid, row
 from forebay_workers.workflows.images import decode_image, require_pillow
@@ -59,10 +60,7 @@ class VisionRLVRWorkflow(BuiltInWorkflow):
         require_pillow()
         super().__init__(reward_fn, gconfig, tokenizer, enable_thinking, reward_timeout_s)
         if isinstance(processor, str):
-            import transformers
-
-            hf: Any = transformers  # typed in parts only
-            processor = hf.AutoProcessor.from_pretrained(processor)
+            processor = load_processor(processor)
         self.processor = processor
 
     @classmethod
