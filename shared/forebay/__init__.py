@@ -15,6 +15,7 @@ from forebay.outcomes import FailureKind, GroupState, RejectReason, SlotOutcome
 from forebay.reward_rules import NormConfig
 from forebay.rewards import AsyncRewardWrapper
 from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.tracing import session_context, trace_session
 from forebay.wire.tensors import RolloutGroup
 from forebay.workflow import RolloutWorkflow, WorkflowLike
 
@@ -50,5 +51,7 @@ __all__ = [
     "WorkflowLike",
     "__version__",
     "load",
+    "session_context",
+    "trace_session",
     "workflow_context",
 ]

@@ -43,6 +43,8 @@ PUBLIC = [
     "WorkflowLike",
     "__version__",
     "load",
+    "session_context",
+    "trace_session",
     "workflow_context",
 ]
 ERRORS = {

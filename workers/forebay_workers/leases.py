@@ -50,6 +50,10 @@ class Leases:
         """The tasks of the attempts that run here."""
         return list(self._held.values())
 
+    def held(self) -> list[Attempt]:
+        """The attempts that run here. For other threads too."""
+        return list(self._held)
+
     async def beat(self) -> None:
         """One heart-beat: renew all, and stop what has been lost."""
         lost = await self._store.heartbeat(self._worker, self._about(), self._lease_s, list(self._held))
