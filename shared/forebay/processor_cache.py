@@ -193,8 +193,15 @@ class ProcessorCache:
 async def _call(fn: Callable[[], Any]) -> Any:
     if inspect.iscoroutinefunction(fn):
         return await fn()
-    result = await asyncio.to_thread(fn)
+    result = await asyncio.to_thread(_plain, fn)
     return await result if inspect.isawaitable(result) else result
+
+
+def _plain(fn: Callable[[], Any]) -> Any:
+    try:
+        return fn()
+    except StopIteration as error:  # the future of a thread's call does not take it, and would never end
+        raise RuntimeError("the computation raised StopIteration") from error
 
 
 def _cancel(flight: _Flight) -> None:

@@ -28,6 +28,8 @@ from typing import Any
 
 import structlog
 
+from forebay.aio import named_task
+
 __all__ = ["EXIT_CODE", "Watchdog", "watched"]
 
 log = structlog.get_logger(__name__)
@@ -55,15 +57,19 @@ class Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="forebay-watchdog", daemon=True)
 
-    async def run(self) -> None:
-        """Tick, and be watched, until cancelled."""
+    def start(self) -> None:
+        """Watch from now on, even if the loop never comes to its first tick."""
         self._thread.start()
-        try:
-            while True:
-                self._ticks += 1
-                await asyncio.sleep(self._step_s / 2)
-        finally:
-            self._stop.set()
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stop.set()
+
+    async def tick(self) -> None:
+        """Show that the loop turns, until cancelled."""
+        while True:
+            self._ticks += 1
+            await asyncio.sleep(self._step_s / 2)
 
     def _watch(self) -> None:
         silent_s, seen, before = 0.0, self._ticks, time.monotonic()
@@ -105,11 +111,14 @@ def watched(limit_s: float, held: Callable[[], Sequence[Any]]) -> Iterator[None]
     if not limit_s:
         yield
         return
-    task = asyncio.create_task(Watchdog(limit_s, held).run(), name="forebay-watchdog")
+    watchdog = Watchdog(limit_s, held)
+    watchdog.start()
+    ticking = named_task("watchdog", watchdog.tick())
     try:
         yield
     finally:
-        task.cancel()
+        watchdog.stop()
+        ticking.cancel()
 
 
 @contextlib.contextmanager
