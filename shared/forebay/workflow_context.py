@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forebay.http_clients import clients_of_loop
 from forebay.processor_cache import ProcessorCache
@@ -44,6 +44,12 @@ _current: ContextVar[WorkflowContext | None] = ContextVar("forebay_workflow_cont
 def get() -> WorkflowContext:
     """The context of the episode that is running here; outside of one a new one of defaults, which keeps nothing."""
     return _current.get() or WorkflowContext()
+
+
+def of_task(task: Any) -> WorkflowContext | None:
+    """The context of the episode that an asyncio task belongs to, from any thread; None: it belongs to none."""
+    found = task.get_context().get(_current)  # Python 3.12
+    return found if isinstance(found, WorkflowContext) else None
 
 
 def stat_scope() -> str:

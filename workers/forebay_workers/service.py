@@ -21,6 +21,7 @@ from forebay_workers.admission import admit_groups
 from forebay_workers.arq_host import SlotHost
 from forebay_workers.engines.fleet import Fleet
 from forebay_workers.leases import Attempt, Leases
+from forebay_workers.rescue import Rescue
 from forebay_workers.settings import WorkerSettings
 from forebay_workers.slots import SlotRunner
 from forebay_workers.watchdog import watched
@@ -49,9 +50,7 @@ async def run_worker(settings: Settings, engine_settings: EngineSettings, worker
         await store.add_servers(settings.servers)
         async with stop_signal() as stop:
             worker = Worker(store, settings, rules, engine_settings, worker_settings)
-            # Its leases are lost by then, and what it still brought would come too late.
-            limit_s = worker_settings.watchdog_s and max(worker_settings.watchdog_s, 2 * rules.lease_s)
-            with watched(limit_s, worker.held):
+            with watched(worker_settings.watchdog_s, worker.held, worker.rescue(), rules.lease_s):
                 await worker.serve(stop)
     finally:
         await store.close()
@@ -72,6 +71,7 @@ class Worker:
         self._store = store
         self._rules = rules
         self._settings = worker_settings
+        self._run_settings = settings
         self._fleet = Fleet(engine_settings)
         self._leases = Leases(store, self.name, rules.lease_s, self._about)
         self._traces = _trace_writer(worker_settings, self.name)
@@ -103,6 +103,10 @@ class Worker:
     def held(self) -> list[Attempt]:
         """The attempts that run here."""
         return self._leases.held()
+
+    def rescue(self) -> Rescue:
+        """What the watchdog does for them while this event loop is blocked."""
+        return Rescue(self._run_settings, self._leases, asyncio.get_running_loop())
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Run slots until `stop` is set; then let them finish for a while, and hand back what does not."""

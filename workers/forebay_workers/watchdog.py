@@ -1,14 +1,16 @@
 """Ends a worker whose event loop does not turn any more, so that its slots run elsewhere and it is started anew.
 
 A workflow that blocks its thread for ever (``time.sleep``, a regular expression that backtracks, a call into C that
-waits) stops every episode of the process. Its leases end and the slots go to other workers, but the process would keep
-its place, and be one worker less. Each end costs the slots that it held an attempt of kind ``infra``, so a slot that
-always blocks fails when its attempts are used up.
+waits) stops every episode of the process, which would be one worker less for good. Its end costs the slot that blocks
+an attempt of kind ``infra``, so one that always does fails when its attempts are used up. The other slots are kept
+meanwhile and handed back in time (:mod:`forebay_workers.rescue`); where nothing of ours can run, because the code does
+not let go of the interpreter, they lose an attempt too.
 
 Invariants (tests in ``tests/unit/test_watchdog.py`` and ``tests/integration/test_worker_watchdog.py``):
 
 - A loop that has not ticked for the limit ends the process with all stacks on stderr (``test_blocked_loop_ends``),
   whether the block leaves the interpreter free or not (``test_blocked_interpreter_ends``).
+- What else the process held is delivered (``test_blocking_workflow_fails_and_others_flow``).
 - Time during which the process did not run at all, because it was stopped or its machine slept, does not count
   (``test_stopped_process_goes_on``).
 """
@@ -24,7 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -40,19 +42,32 @@ _CHECKS = 10
 """Looks at the loop within the limit."""
 _CPU_FACTOR = 2.0
 """A blocked interpreter is noticed after this many limits of CPU time."""
-_BARK_S = 5.0
-"""For the last words: stderr may be a full pipe, or locked by the very call that blocks."""
+_BARK_S = 8.0
+"""For the last acts: stderr may be a full pipe, or locked by the very call that blocks."""
+
+
+class Slots(Protocol):
+    """What the process holds."""
+
+    def keep(self) -> None:
+        """Do not lose it yet."""
+
+    def hand_back(self) -> None:
+        """Give it to others."""
 
 
 class Watchdog:
     """Watches one event loop from a thread of its own."""
 
-    def __init__(self, limit_s: float, held: Callable[[], Sequence[Any]], end: Callable[[int], Any] = os._exit) -> None:
-        """Make a watchdog that calls ``end(70)`` once the loop has stood for `limit_s`; `held` says what it ran."""
-        self._limit_s = limit_s
-        self._step_s = limit_s / _CHECKS
+    def __init__(self, limit_s: float, held: Callable[[], Sequence[Any]], slots: Slots | None, lease_s: float) -> None:
+        """Make a watchdog that ends the process once the loop has stood for `limit_s` and two leases.
+
+        `held` says for the log what it ran; `slots` are kept, at least three times a lease, and then handed back.
+        """
+        self._limit_s = max(limit_s, 2 * lease_s)
+        self._step_s = min(self._limit_s / _CHECKS, lease_s / 3) if lease_s else self._limit_s / _CHECKS
         self._held = held
-        self._end = end
+        self._slots = slots
         self._ticks = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="forebay-watchdog", daemon=True)
@@ -86,12 +101,17 @@ class Watchdog:
                 seen, before = self._ticks, now
                 if silent_s >= self._limit_s:
                     self._bark(silent_s)
-                    return
+                elif silent_s and self._slots is not None:
+                    with contextlib.suppress(Exception):  # whatever fails there, the watch goes on
+                        self._slots.keep()
 
     def _bark(self, silent_s: float) -> None:
-        last = threading.Timer(_BARK_S, self._end, (EXIT_CODE,))
+        last = threading.Timer(_BARK_S, os._exit, (EXIT_CODE,))
         last.daemon = True
         last.start()
+        with contextlib.suppress(Exception):
+            if self._slots is not None:
+                self._slots.hand_back()
         with contextlib.suppress(Exception):  # whatever fails here, the process must end
             log.error(
                 "worker.blocked",
@@ -101,17 +121,18 @@ class Watchdog:
             )
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        last.cancel()
-        self._end(EXIT_CODE)
+        os._exit(EXIT_CODE)
 
 
 @contextlib.contextmanager
-def watched(limit_s: float, held: Callable[[], Sequence[Any]]) -> Iterator[None]:
-    """Watch the running loop inside the block; not at all if `limit_s` is 0."""
+def watched(
+    limit_s: float, held: Callable[[], Sequence[Any]], slots: Slots | None = None, lease_s: float = 0.0
+) -> Iterator[None]:
+    """Watch the running loop inside the block as :class:`Watchdog` says; not at all if `limit_s` is 0."""
     if not limit_s:
         yield
         return
-    watchdog = Watchdog(limit_s, held)
+    watchdog = Watchdog(limit_s, held, slots, lease_s)
     watchdog.start()
     ticking = named_task("watchdog", watchdog.tick())
     try:
