@@ -53,7 +53,7 @@ class Logger:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._log = structlog.get_logger(logger=name)  # finds its configuration at the first line, not now
+        self._log = structlog.get_logger()  # finds its configuration at the first line, not now
 
     def debug(self, message: object, *args: object, **fields: Any) -> None:
         """For developers."""
@@ -102,7 +102,7 @@ class Logger:
         fields = {**extra, **fields} if isinstance(extra, Mapping) else fields
         if "event" in fields:
             fields["event_"] = fields.pop("event")
-        getattr(self._log, level)(text, **fields)
+        getattr(self._log, level)(text, **{"logger": self.name, **fields})
 
 
 _LEVELS = {
