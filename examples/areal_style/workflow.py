@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from forebay import (
     AsyncRewardWrapper,
@@ -36,7 +35,7 @@ class ChatScoreWorkflow(RolloutWorkflow):
     def __init__(
         self,
         reward_fn: Callable[..., float],
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: Any,
         gconfig: GenerationHyperparameters,
     ) -> None:
         self.tokenizer = tokenizer

@@ -160,24 +160,23 @@ class _Traced:
         """Trace each call of `function`."""
         if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
             raise TypeError(
-                f"{function!r} is a generator, between whose values other code runs; "
-                f"use 'with {self!r}:' inside it"
+                f"{function!r} is a generator, between whose values other code runs; use 'with {self!r}:' inside it"
             )
-        wrapper: Any
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            async def traced(*args: Any, **kwargs: Any) -> Any:
                 with self:
                     return await function(*args, **kwargs)
-        else:
 
-            @functools.wraps(function)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return function(*args, **kwargs)
+            return cast("F", traced)
 
-        return cast("F", wrapper)
+        @functools.wraps(function)
+        def traced_plainly(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return cast("F", traced_plainly)
 
 
 class trace_session(_Traced):  # noqa: N801 (a function to its users)

@@ -2,13 +2,14 @@
 
 Proved elsewhere, each for itself: the single flight of the cache (``tests/unit/test_processor_cache.py``), processes of
 rewards, cases 30 and 31 (``tests/unit/test_rewards.py``), sessions, their files and the trace
-(``tests/unit/test_tracing.py``), ``get`` and ``stat_scope`` (``tests/unit/test_attempts.py``). Here: all of it in workers.
+(``tests/unit/test_tracing.py``), ``get`` and ``stat_scope`` (``tests/unit/test_attempts.py``). Here: all of it in
+workers.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,33 @@ from services import WORKFLOW, read, services
 
 from forebay import AsyncClient, workflow_context
 from forebay.errors import SettingsError
-from forebay.store.store import RunStatus, Store
+from forebay.store.store import Store
 from forebay.trace_files import read_sessions
 from forebay.wire.envelopes import SlotHeader
 
 ALLOWED = ["pipeline_workflows", "context_workflows"]
 
 
-async def settled(client: AsyncClient, **counts: int) -> RunStatus:
-    """The status once the counters are at least so high."""
+async def when(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until the condition holds."""
     async with asyncio.timeout(30):
-        while True:
-            status = await client.status()
-            if all(status.count(name) >= value for name, value in counts.items()):
-                return status
+        while not await holds():  # noqa: ASYNC110 (what is waited for happens in Redis)
             await asyncio.sleep(0.02)
+
+
+async def settled(client: AsyncClient, **counts: int) -> None:
+    """Wait until the counters are at least so high."""
+
+    async def reached() -> bool:
+        status = await client.status()
+        return all(status.count(name) >= value for name, value in counts.items())
+
+    await when(reached)
+
+
+def marks(folder: Path, kind: str) -> list[list[str]]:
+    """What slots have left in the folder: the parts of the names."""
+    return [mark.name.split("-")[1:] for mark in folder.glob(f"{kind}-*")]
 
 
 async def headers(store: Store) -> list[SlotHeader]:
@@ -55,8 +68,8 @@ class TestClients:
                 await workflow_context.get_aiohttp_session(),
                 await workflow_context.get_httpx_client(),
             )
-            (mark,) = tmp_path.glob("clients-*")
-            assert mark.name.split("-")[1:3] == [str(id(session)), str(id(httpx_client))]
+            ((*seen, _),) = marks(tmp_path, "clients")
+            assert seen == [str(id(session)), str(id(httpx_client))]
             await running.stop("worker")
             assert session.closed
             assert httpx_client.is_closed
@@ -101,10 +114,11 @@ async def test_processor_cache_is_shared_by_a_groups_slots(redis_url: str, run_n
         data = {"ids": [1, 2], "folder": str(tmp_path), "url": running.server.url}
         tasks = [await client.submit(data, "context_workflows.SharingWorkflow", {}) for _ in range(2)]
         await settled(client, accepted=2)
-    computed = Counter(int(mark.name.split("-")[1]) for mark in tmp_path.glob("computed-*"))
-    assert computed == dict.fromkeys(tasks, 1)
-    saw = Counter(mark.name.rsplit("-", 1)[0] for mark in tmp_path.glob("saw-*"))
-    assert sorted(saw.values()) == [4, 4]
+    computed = {int(task): name for task, name in marks(tmp_path, "computed")}
+    assert sorted(computed) == tasks
+    assert len(marks(tmp_path, "computed")) == 2
+    saw = sorted((int(task), name, int(idx)) for task, name, idx in marks(tmp_path, "saw"))
+    assert saw == [(task, computed[task], idx) for task in tasks for idx in range(4)]
     assert workflow_context.get().processor_cache is not workflow_context.get().processor_cache
 
 
@@ -138,26 +152,30 @@ class TestTraces:
         async with services(redis_url, run_name, import_allowlist=ALLOWED) as (running, client):
             data = {"ids": [1, 2], "actions": {"1": "hang"}}  # keeps the group, and with it the first slot's header
             await client.submit(data, "context_workflows.TracedWorkflow", {})
-            async with asyncio.timeout(20):
-                while not (found := await headers(running.store)):
-                    await asyncio.sleep(0.02)
-            (header,) = found
+
+            async def published() -> bool:
+                return bool(await headers(running.store))
+
+            await when(published)
+            (header,) = await headers(running.store)
             assert list(header.phases) == ["generate", "my reward"]
             assert 0 < sum(header.phases.values()) <= header.seconds
 
     async def test_a_line_for_each_episode(
         self, redis_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """8: with FOREBAY_WORKER_TRACE_DIR each attempt leaves a line with its slot, status, reason, times and phases."""
+        """8: with FOREBAY_WORKER_TRACE_DIR each attempt leaves a line: slot, status, reason, times and phases."""
         monkeypatch.setenv("FOREBAY_WORKER_TRACE_DIR", str(tmp_path))
         async with services(redis_url, run_name, group_size=3, import_allowlist=ALLOWED) as (_, client):
             data = {"ids": [1, 2], "actions": {"1": "reject", "2": "raise"}}
             task = await client.submit(data, "context_workflows.TracedWorkflow", {})
             hanging = await client.submit({"ids": [1, 2], "action": "hang"}, "context_workflows.TracedWorkflow", {})
             await settled(client, accepted=1)
-            async with asyncio.timeout(20):
-                while (await client.status()).leased < 3:
-                    await asyncio.sleep(0.02)
+
+            async def hang() -> bool:
+                return (await client.status()).leased == 3
+
+            await when(hang)
         lines = {(line["task_id"], line["sample_idx"]): line for line in read_sessions(tmp_path)}
         assert {slot: line["status"] for slot, line in lines.items()} == {
             (task, 0): "usable",

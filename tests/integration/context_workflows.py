@@ -12,7 +12,7 @@ from typing import Any
 
 import pipeline_workflows
 
-from forebay import AsyncRewardWrapper, InferenceEngine, ModelRequest, RolloutWorkflow, trace_session, workflow_context
+from forebay import AsyncRewardWrapper, InferenceEngine, ModelRequest, trace_session, workflow_context
 
 POISON = "a" * 80 + "b"
 
@@ -35,7 +35,7 @@ class BlockingWorkflow(pipeline_workflows.EchoWorkflow):
         """Block as the prompt says."""
         match data.get("block"):
             case "sleep":
-                time.sleep(3600)
+                time.sleep(3600)  # noqa: ASYNC251 (the fault)
             case "regex":
                 re.match(r"(a|aa)+$", POISON)
         return await super().arun_episode(engine, data)
@@ -64,6 +64,10 @@ class RaisingWorkflow(pipeline_workflows.EchoWorkflow):
         return await super().arun_episode(engine, data)
 
 
+def _here(folder: Path, task_id: int) -> int:
+    return len(list(folder.glob(f"here-{task_id}-*")))
+
+
 class SharingWorkflow(pipeline_workflows.EchoWorkflow):
     """Computes one value for its group, reads a page of the server, and traces both."""
 
@@ -75,7 +79,7 @@ class SharingWorkflow(pipeline_workflows.EchoWorkflow):
             name = uuid.uuid4().hex
             (folder / f"computed-{context.task_id}-{name}").touch()
             async with asyncio.timeout(20):  # until all slots of the group are here
-                while len(list(folder.glob(f"here-{context.task_id}-*"))) < context.group_size:
+                while _here(folder, context.task_id) < context.group_size:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             return name
 

@@ -15,8 +15,9 @@ RULES = {"import_allowlist": ["pipeline_workflows", "context_workflows"], "attem
 
 @pytest.mark.slow
 async def test_blocking_workflow_fails_and_others_flow(redis_url: str, run_name: str, tmp_path: Path) -> None:
-    """A group that blocks every worker that runs it is rejected when its attempts are used up; the others are
-    delivered by the workers that are started in place of those that ended themselves.
+    """A group that blocks every worker is rejected when its attempts are used up; the others are delivered.
+
+    They are, although the same workers hold them: each worker hands them back before it ends itself.
     """
     log = tmp_path / "worker.log"
     async with services(redis_url, run_name, worker=False, group_size=1, **RULES) as (running, client):
@@ -28,7 +29,7 @@ async def test_blocking_workflow_fails_and_others_flow(redis_url: str, run_name:
         async def supervise() -> None:
             while True:
                 running.start_process("worker", "worker", stderr=log, FOREBAY_WORKER_WATCHDOG_S="2")
-                while (code := running.ended("worker")) is None:
+                while (code := running.ended("worker")) is None:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 codes.append(code)
 
@@ -37,7 +38,7 @@ async def test_blocking_workflow_fails_and_others_flow(redis_url: str, run_name:
             (batch,) = await read(client, 1, timeout_s=60)
             assert sorted(group.task for group in batch.groups) == good
             async with asyncio.timeout(60):
-                while (status := await client.status()).count("rejected") < 1:
+                while (status := await client.status()).count("rejected") < 1:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         finally:
             supervisor.cancel()

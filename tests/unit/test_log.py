@@ -46,7 +46,7 @@ def test_events_with_fields() -> None:
 
 def test_levels() -> None:
     """All levels, by name and by number; exception has the traceback."""
-    (line,) = lines(lambda logger: logger.exception("failed"))
+    (line,) = lines(lambda logger: logger.exception("failed"))  # noqa: LOG004
     assert (line["log_level"], line["exc_info"]) == ("error", True)
     for level in ("debug", "info", "warning", "error", "critical"):
         (line,) = lines(lambda logger, level=level: getattr(logger, level)("x"))

@@ -29,6 +29,7 @@ class Slow:
         self.calls = 0
         self.started = asyncio.Event()
         self.gate = asyncio.Event()
+        self.ended = asyncio.Event()
         self.cancelled = False
 
     async def __call__(self) -> Any:
@@ -40,6 +41,8 @@ class Slow:
         except asyncio.CancelledError:
             self.cancelled = True
             raise
+        finally:
+            self.ended.set()
         if isinstance(self.result, BaseException):
             raise self.result
         return self.result
@@ -184,8 +187,8 @@ class TestCancellation:
         await asyncio.gather(*waiting, return_exceptions=True)
         async with asyncio.timeout(DEADLINE_S):
             assert await cache.aget_or_compute("key", lambda: "anew") == "anew"
-            while not slow.cancelled:
-                await asyncio.sleep(0)
+            await slow.ended.wait()
+        assert slow.cancelled
 
 
 class TestNoDeadlock:

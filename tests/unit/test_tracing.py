@@ -71,7 +71,7 @@ class TestPhases:
         assert current_session() is None
 
     async def test_concurrent_calls_count_once(self) -> None:
-        """Ten calls of a phase at once take as long as the phase ran, not ten times that: no phase exceeds its session."""
+        """Ten calls of a phase at once count for as long as it ran: no phase exceeds its session."""
 
         @trace_session("generate")
         async def generate() -> None:
@@ -244,7 +244,12 @@ def check_trace(trace: dict[str, Any]) -> dict[Any, list[tuple[str, int, int]]]:
 class TestChromeTrace:
     def test_nested_and_overlapping_phases(self) -> None:
         """Contract 8: a process a worker, a track an attempt, phases in it; what overlaps goes beside it."""
-        spans = [["turn", 0.1, 0.5, ""], ["generate", 0.2, 0.3, ""], ["reward", 0.55, 0.2, "KeyError"], ["turn", 0.8, 0.1, ""]]
+        spans = [
+            ["turn", 0.1, 0.5, ""],
+            ["generate", 0.2, 0.3, ""],
+            ["reward", 0.55, 0.2, "KeyError"],
+            ["turn", 0.8, 0.1, ""],
+        ]
         other = record(worker="host:2", start=101.0, seconds=1.0, task_id=8)
         trace = chrome_trace([other, record(start=100.0, seconds=1.0, spans=spans)])
         slices = check_trace(trace)

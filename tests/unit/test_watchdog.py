@@ -52,8 +52,11 @@ def start(how: str, seconds: float = 0.0) -> subprocess.Popen[str]:
     """A process with a watched loop, that blocks it as `how` says, or turns it for so long."""
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(limit=LIMIT_S), how, str(seconds)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     return process
