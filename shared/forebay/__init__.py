@@ -17,6 +17,7 @@ from forebay.outcomes import FailureKind, GroupState, RejectReason, SlotOutcome
 from forebay.reward_rules import NormConfig
 from forebay.rewards import AsyncRewardWrapper
 from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.tracing import session_context, trace_session
 from forebay.trajectories import TrajBatchMeta, concat_padded_tensors
 from forebay.wire.tensors import RolloutGroup
 from forebay.workflow import RolloutWorkflow, WorkflowLike
@@ -59,5 +60,7 @@ __all__ = [
     "__version__",
     "concat_padded_tensors",
     "load",
+    "session_context",
+    "trace_session",
     "workflow_context",
 ]

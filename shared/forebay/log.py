@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import stamina.instrumentation
 import structlog
 
-__all__ = ["configure"]
+__all__ = ["Logger", "configure", "getLogger"]
 
 
 def configure(*, level: str | None = None, json: bool | None = None) -> None:
@@ -40,3 +42,78 @@ def configure(*, level: str | None = None, json: bool | None = None) -> None:
 
 def _keep(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     return event
+
+
+class Logger:
+    """The calls of the standard library's loggers on top of ours: messages with ``%s``, or events with fields.
+
+    A line carries the run, task_id, sample_idx and attempt of the episode that wrote it. A message whose arguments do
+    not fit its ``%`` is written with both as they are: a log line ends no episode.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._log = structlog.get_logger()  # finds its configuration at the first line, not now
+
+    def debug(self, message: object, *args: object, **fields: Any) -> None:
+        """For developers."""
+        self._write("debug", message, args, fields)
+
+    def info(self, message: object, *args: object, **fields: Any) -> None:
+        """As expected."""
+        self._write("info", message, args, fields)
+
+    def warning(self, message: object, *args: object, **fields: Any) -> None:
+        """Not as expected; the work goes on."""
+        self._write("warning", message, args, fields)
+
+    warn = warning
+
+    def error(self, message: object, *args: object, **fields: Any) -> None:
+        """Something failed."""
+        self._write("error", message, args, fields)
+
+    def exception(self, message: object, *args: object, **fields: Any) -> None:
+        """Something failed; with the traceback of the exception that is being handled."""
+        self._write("error", message, args, {"exc_info": True, **fields})
+
+    def critical(self, message: object, *args: object, **fields: Any) -> None:
+        """The process cannot go on."""
+        self._write("critical", message, args, fields)
+
+    fatal = critical
+
+    def log(self, level: int, message: object, *args: object, **fields: Any) -> None:
+        """At one of :mod:`logging`'s numbers; what lies between two levels counts as the lower."""
+        below = [number for number in _LEVELS if number <= level]
+        self._write(_LEVELS[max(below, default=logging.DEBUG)], message, args, fields)
+
+    def _write(self, level: str, message: object, args: tuple[object, ...], fields: dict[str, Any]) -> None:
+        text = str(message)
+        if args:
+            given: Any = args[0] if len(args) == 1 and args[0] and isinstance(args[0], Mapping) else args
+            try:
+                text %= given
+            except (TypeError, ValueError, KeyError):
+                text = f"{text} {args!r}"
+        for name in ("stacklevel", "stack_info"):  # of the standard library, without a counterpart
+            fields.pop(name, None)
+        extra = fields.pop("extra", None)
+        fields = {**extra, **fields} if isinstance(extra, Mapping) else fields
+        if "event" in fields:
+            fields["event_"] = fields.pop("event")
+        getattr(self._log, level)(text, **{"logger": self.name, **fields})
+
+
+_LEVELS = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+    logging.CRITICAL: "critical",
+}
+
+
+def getLogger(name: str = "forebay", *_: object) -> Logger:  # noqa: N802 (the name that ported workflows import)
+    """A logger for workflows and rewards, called as those of :mod:`logging` are; further arguments are ignored."""
+    return Logger(name)

@@ -4,57 +4,67 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import multiprocessing
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired
 
 from forebay.errors import RewardTimeoutError, SettingsError, SlotDataError
+from forebay.reward_pool import BrokenProcessPool, default_processes, is_time_out, number, shared_processes
 
 __all__ = ["AsyncRewardWrapper"]
+
+_TIMEOUT_S = 15.0
+_MAX_BROKEN = 2
+"""Times that a call is tried again for nothing because all processes broke."""
 
 
 class AsyncRewardWrapper:
     """Calls a reward function without blocking the event loop, and without trusting it to return.
 
-    A plain function runs in one of `max_workers` processes of its own; a call that takes longer than `timeout_s`, or
-    that takes its process down, is killed with its process, which is replaced. A coroutine function is awaited here,
-    under the same time-out. Function and arguments travel to the process by name and by value, so both must be
-    picklable by this host's own processes; nothing from the network is.
+    A plain function runs in one of the processes that all wrappers of this process share; a call that takes longer than
+    `timeout_s`, or that takes its process down, is killed with its process, which is replaced. A coroutine function is
+    awaited here, under the same time-out. Function and arguments travel to the process by name and by value, so both
+    must be picklable by this host's own processes; nothing from the network is.
+
+    What the function raises reaches the caller as it is, at once: only time-outs and crashes are tried again.
 
     Args:
         reward_fn: returns a number; called with whatever this wrapper is called with.
-        timeout_s: for one call, counted from its start, not from its turn in the queue.
-        max_workers: processes for plain functions.
+        timeout_s: for one call, counted from its start, not from its turn in the queue. Default 15.
+        max_workers: processes that there are for plain functions, at least; the largest number that a wrapper of this
+            process asks for is what all share. None: half of the processors, from 2 to 8.
         max_retries: further tries after a time-out or a crash.
         on_timeout: the reward to give instead of raising when every try has timed out. None: raise.
+        timeout_seconds: `timeout_s` by the name that AReaL has for it.
     """
 
     def __init__(
         self,
         reward_fn: Callable[..., Any],
-        timeout_s: float = 15.0,
-        max_workers: int = 2,
+        timeout_s: float | None = None,
+        max_workers: int | None = None,
         max_retries: int = 1,
         on_timeout: float | None = None,
+        *,
+        timeout_seconds: float | None = None,
     ) -> None:
         if not callable(reward_fn):
             raise SettingsError(f"reward_fn={reward_fn!r} is not callable; pass a function or its import string")
-        if timeout_s <= 0 or max_workers < 1 or max_retries < 0:
+        if timeout_s is not None and timeout_seconds is not None:
+            raise SettingsError(f"timeout_s={timeout_s} and timeout_seconds={timeout_seconds} are one; pass either")
+        given = timeout_s if timeout_s is not None else timeout_seconds
+        self._timeout_s = _TIMEOUT_S if given is None else given
+        workers = default_processes() if max_workers is None else max_workers
+        if self._timeout_s <= 0 or workers < 1 or max_retries < 0:
             raise SettingsError(
-                f"timeout_s={timeout_s} must be above 0, max_workers={max_workers} at least 1, "
+                f"timeout_s={self._timeout_s} must be above 0, max_workers={max_workers} at least 1, "
                 f"max_retries={max_retries} at least 0"
             )
         self._fn = reward_fn
-        self._timeout_s = timeout_s
-        self._max_workers = max_workers
+        self._max_workers = workers
         self._max_retries = max_retries
         self._on_timeout = on_timeout
-        self._pool: ProcessPool | None = None
-        self._starting = threading.Lock()
         self._is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
             getattr(reward_fn, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
@@ -67,14 +77,21 @@ class AsyncRewardWrapper:
             SlotDataError: the process died in every try, or the function returned no number.
         """
         cause: Exception = RewardTimeoutError("unreachable")
-        for _ in range(self._max_retries + 1):
+        tries, broken = 0, 0
+        while tries <= self._max_retries:
+            tries += 1
             try:
-                return self._number(await self._once(args, kwargs))
-            except TimeoutError:
+                reward = await self._once(args, kwargs)
+                if reward is not None:
+                    return reward
                 killed = "" if self._is_async else "; its process was killed"
                 cause = RewardTimeoutError(f"{self._name} ran longer than {self._timeout_s:g} s{killed}")
             except ProcessExpired as error:
                 cause = SlotDataError(f"{self._name}: its process died with exit code {error.exitcode}")
+            except BrokenProcessPool as error:
+                cause = SlotDataError(f"{self._name}: the processes for rewards broke: {error}")
+                broken += 1
+                tries -= broken <= _MAX_BROKEN  # another's fault, and perhaps this call had not begun
         if isinstance(cause, RewardTimeoutError) and self._on_timeout is not None:
             return self._on_timeout
         raise cause
@@ -83,43 +100,35 @@ class AsyncRewardWrapper:
     def _name(self) -> str:
         return f"reward function {getattr(self._fn, '__qualname__', repr(self._fn))}"
 
-    async def _once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def _once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """The reward; None: the time is over. A TimeoutError is the function's own."""
         if self._is_async:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._fn(*args, **kwargs)
-        pool = self._pool
-        if pool is None:
-            pool = await asyncio.to_thread(self._start)  # the fork server takes its time, once
-        future = pool.schedule(self._fn, args=args, kwargs=kwargs, timeout=self._timeout_s)
+            return await self._await(args, kwargs)
+        processes = shared_processes()
+        processes.want(self._max_workers)
+        if not processes.warm:
+            await asyncio.to_thread(processes.start)  # takes its time, once
+        future = processes.schedule(self._fn, args, kwargs, self._timeout_s)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            _cancel(future)  # kills the process if the call has begun: nobody waits for it
+            future.cancel()  # kills the process if the call has begun: nobody waits for it
+            raise
+        except TimeoutError as error:
+            if is_time_out(error):
+                return None
             raise
 
-    def _start(self) -> ProcessPool:
-        with self._starting:
-            if self._pool is None:
-                # A fork of a process with threads and an event loop may deadlock; a fork server is forked before them.
-                context = multiprocessing.get_context("forkserver")
-                pool = ProcessPool(max_workers=self._max_workers, context=context)
-                weakref.finalize(self, _stop, pool)  # runs at interpreter exit too
-                if not pool.active:  # asking starts its processes
-                    raise SlotDataError(f"{self._name}: its processes cannot be started")
-                self._pool = pool
-            return self._pool
-
-    def _number(self, value: Any) -> float:
+    async def _await(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        clock = asyncio.timeout(self._timeout_s)
         try:
-            return float(value)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # torch: RuntimeError for several elements
-            raise SlotDataError(f"{self._name} returned {value!r}, expected a number") from None
+            async with clock:
+                value = await self._fn(*args, **kwargs)
+        except TimeoutError:
+            if clock.expired():
+                return None
+            raise
+        except (KeyboardInterrupt, SystemExit) as error:  # a task would raise them through the event loop
+            raise SlotDataError(f"{self._name} raised {type(error).__name__}: {error}") from None
+        return number(self._name, value)
 
-
-def _cancel(future: Any) -> None:
-    future.cancel()
-
-
-def _stop(pool: Any) -> None:
-    pool.stop()
-    pool.join(timeout=5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +18,12 @@ def half(*_: Any, **__: Any) -> float:
 
 def process_id() -> int:
     """The process that it runs in."""
+    return os.getpid()
+
+
+def process_slowly() -> int:
+    """As :func:`process_id`, long enough for others to run meanwhile."""
+    time.sleep(0.1)
     return os.getpid()
 
 
@@ -85,6 +93,56 @@ def huge() -> int:
 def named(self: int, **others: int) -> int:
     """Take an argument called self, as a prompt's data may hold one."""
     return self + sum(others.values())
+
+
+class Untidy(Exception):  # noqa: N818
+    """An exception that cannot be copied: its arguments are not those of its constructor."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+def untidy() -> NoReturn:
+    """Raise what no other process can read."""
+    raise Untidy(7, "by the reward")
+
+
+def stop_iteration() -> NoReturn:
+    """Do what ``next(iter([]))`` does."""
+    raise StopIteration
+
+
+def interrupt() -> NoReturn:
+    """Raise what ends a program."""
+    raise KeyboardInterrupt
+
+
+def own_timeout() -> NoReturn:
+    """Raise a time-out of its own."""
+    raise TimeoutError("the judge did not answer")
+
+
+def backtrack(text: str) -> float:
+    """A regular expression that takes for ever and never lets go of the interpreter."""
+    return 1.0 if re.match(r"(a|aa)+$", text) else 0.0
+
+
+def child_at(folder: str) -> float:
+    """Start a process, as a verifier that runs code does, and wait for it."""
+    child = subprocess.Popen(["sleep", "300"])
+    (Path(folder) / str(child.pid)).touch()
+    child.wait()
+    return 1.0
+
+
+async def gentle_process_id() -> int:
+    """The process that it runs in."""
+    return os.getpid()
+
+
+async def gentle_interrupt() -> NoReturn:
+    """Raise what ends a program."""
+    raise KeyboardInterrupt
 
 
 async def gentle(value: float = 0.25) -> float:

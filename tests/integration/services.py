@@ -72,8 +72,8 @@ class Services:
         await asyncio.wait_for(task, 20)
         await store.close()
 
-    def start_process(self, name: str, command: str) -> None:
-        """Start ``forebay COMMAND`` as a process of its own, to be killed."""
+    def start_process(self, name: str, command: str, *, stderr: Path | None = None, **variables: str) -> None:
+        """Start ``forebay COMMAND`` as a process of its own, to be killed; its log is appended to `stderr`."""
         paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {
             **os.environ,
@@ -86,10 +86,20 @@ class Services:
                 f"FOREBAY_{field.upper()}": ",".join(value) if isinstance(value, list) else str(value)
                 for field, value in self.rules.model_dump(exclude_none=True).items()
             },
+            **variables,
         }
-        self._processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "forebay", command], env=environment, stderr=subprocess.DEVNULL
-        )
+        with (stderr or Path(os.devnull)).open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "forebay", command], env=environment, stderr=log
+            )
+
+    def ended(self, name: str) -> int | None:
+        """The exit code of a process that has ended by itself, else None."""
+        return self._processes[name].poll()
+
+    def signal(self, name: str, number: int) -> None:
+        """Send a signal to a process."""
+        self._processes[name].send_signal(number)
 
     async def kill(self, name: str) -> None:
         """SIGKILL a process."""

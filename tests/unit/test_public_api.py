@@ -53,6 +53,8 @@ PUBLIC = [
     "__version__",
     "concat_padded_tensors",
     "load",
+    "session_context",
+    "trace_session",
     "workflow_context",
 ]
 ERRORS = {

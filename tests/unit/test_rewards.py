@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import reward_functions as functions
 from helpers.waiting import DEADLINE_S, until
 
-from forebay import AsyncRewardWrapper
+from forebay import AsyncRewardWrapper, rewards
 from forebay.errors import RewardTimeoutError, SettingsError, SlotDataError
+from forebay.reward_pool import RewardProcesses, default_processes
 
 # Generous: a process must be able to start within them on a busy machine.
 START_S = 20.0
@@ -39,6 +44,15 @@ def marks(folder: Path) -> list[int]:
     return [int(mark.name) for mark in folder.iterdir()]
 
 
+@pytest.fixture(autouse=True)
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[RewardProcesses]:
+    """Processes of the test's own, so that it decides how many there are."""
+    made = RewardProcesses()
+    monkeypatch.setattr(rewards, "shared_processes", lambda: made)
+    yield made
+    made.close()
+
+
 class TestProcesses:
     """contract 8: sync functions run in separate processes with a timeout."""
 
@@ -48,16 +62,17 @@ class TestProcesses:
         assert await wrapper() not in {0.0, float(os.getpid())}
 
     async def test_case_30_endless_reward_is_killed_and_capacity_restored(self, tmp_path: Path) -> None:
-        """Case 30: a verifier that never returns is an error, its process is gone, and the pool serves again."""
-        wrapper = AsyncRewardWrapper(functions.forever_at, timeout_s=0.5, max_workers=1, max_retries=0)
+        """Case 30: a verifier that never returns is an error, its process is gone, and the pool serves as before."""
+        wrapper = AsyncRewardWrapper(functions.forever_at, timeout_s=0.5, max_workers=2, max_retries=0)
         with pytest.raises(RewardTimeoutError, match=r"forever_at ran longer than 0\.5 s; its process was killed"):
             await wrapper(str(tmp_path))
         (pid,) = marks(tmp_path)
         await until(lambda: not alive(pid))
 
-        wrapper._fn = functions.half  # the same pool, whose only process was killed
+        others = AsyncRewardWrapper(functions.process_slowly, timeout_s=START_S, max_workers=2)
         async with asyncio.timeout(DEADLINE_S):
-            assert await asyncio.gather(*(wrapper() for _ in range(4))) == [0.5] * 4
+            while len(set(await asyncio.gather(*(others() for _ in range(4))))) < 2:
+                pass  # until both places are taken again
 
     async def test_endless_reward_does_not_hold_up_its_neighbours(self) -> None:
         """With two processes, one endless call times out while all others are served."""
@@ -112,6 +127,90 @@ class TestProcesses:
         (pid,) = marks(tmp_path)
         await until(lambda: not alive(pid))
 
+    async def test_what_a_killed_call_has_started_is_killed(self, tmp_path: Path) -> None:
+        """A verifier that runs code in a process of its own does not leave that behind when it is killed."""
+        wrapper = AsyncRewardWrapper(functions.child_at, timeout_s=0.5, max_workers=1, max_retries=0)
+        with pytest.raises(RewardTimeoutError):
+            await wrapper(str(tmp_path))
+        (pid,) = marks(tmp_path)
+        await until(lambda: not alive(pid))
+
+    async def test_a_call_that_never_lets_go_of_the_interpreter_is_killed(self) -> None:
+        """A regular expression that backtracks for ever takes SIGKILL; the next call is served."""
+        wrapper = AsyncRewardWrapper(functions.backtrack, timeout_s=0.5, max_workers=1, max_retries=0)
+        with pytest.raises(RewardTimeoutError):
+            await wrapper("a" * 80 + "b")
+        assert await wrapper("aaa") == 1.0
+
+    @pytest.mark.parametrize(
+        ("function", "said"),
+        [
+            (functions.untidy, "untidy raised Untidy: 7: by the reward"),
+            (functions.stop_iteration, "stop_iteration raised StopIteration"),
+            (functions.interrupt, "interrupt raised KeyboardInterrupt"),
+            (functions.gentle_interrupt, "gentle_interrupt raised KeyboardInterrupt"),
+        ],
+    )
+    async def test_what_cannot_leave_the_function_is_named(self, function: Callable[..., Any], said: str) -> None:
+        """An exception that cannot be copied, that no future takes, or that would end the worker, is the slot's."""
+        wrapper = AsyncRewardWrapper(function, timeout_s=START_S, max_workers=1, max_retries=0)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(SlotDataError, match=said):
+                await wrapper()
+            assert await AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)() == 0.5
+
+    async def test_its_own_time_out_is_no_kill(self) -> None:
+        """A TimeoutError that the function raises itself passes through, and is not tried again."""
+        wrapper = AsyncRewardWrapper(functions.own_timeout, timeout_s=START_S, max_workers=1)
+        with pytest.raises(TimeoutError, match="the judge did not answer") as caught:
+            await wrapper()
+        assert not isinstance(caught.value, RewardTimeoutError)
+
+    async def test_wrappers_share_their_processes(self, processes: RewardProcesses) -> None:
+        """Fifty wrappers, one for each workflow instance, use no more processes than the largest asks for."""
+        wrappers = [AsyncRewardWrapper(functions.process_slowly, START_S, max_workers=1 + at % 2) for at in range(50)]
+        async with asyncio.timeout(DEADLINE_S):
+            await wrappers[0]()
+            assert processes.size == 1
+            await wrappers[1]()
+            seen = set(await asyncio.gather(*(wrapper() for wrapper in wrappers)))
+        assert processes.size == 2
+        assert len(seen) <= 2
+
+    async def test_growing_disturbs_no_call(self) -> None:
+        """Calls that run when a wrapper asks for more processes end as if nothing had happened."""
+        small = AsyncRewardWrapper(functions.burn, timeout_s=START_S, max_workers=1, max_retries=0)
+        running = [asyncio.create_task(small(0.2)) for _ in range(3)]
+        async with asyncio.timeout(DEADLINE_S):
+            await small(0.0)  # they have begun
+            assert await AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=2)() == 0.5
+            assert await asyncio.gather(*running) == [1.0] * 3
+
+    async def test_a_broken_pool_is_replaced(self, processes: RewardProcesses) -> None:
+        """Case 30: processes that are killed while they idle, as for want of memory, cost no call."""
+        wrapper = AsyncRewardWrapper(functions.process_id, timeout_s=START_S, max_workers=1, max_retries=0)
+        async with asyncio.timeout(DEADLINE_S):
+            for _ in range(3):
+                pid = int(await wrapper())
+                os.kill(pid, signal.SIGKILL)
+                await until(lambda pid=pid: not alive(pid))
+            assert await wrapper() > 0
+
+    async def test_no_process_outlives_its_worker(self, tmp_path: Path) -> None:
+        """An endless call dies with the process that waits for it, however that is killed."""
+        program = (
+            "import asyncio\nfrom forebay import AsyncRewardWrapper\nfrom helpers import reward_functions\n"
+            f"asyncio.run(AsyncRewardWrapper(reward_functions.forever_at, 300, 1)({str(tmp_path)!r}))\n"
+        )
+        paths = os.pathsep.join([str(Path(functions.__file__).parents[1]), *sys.path])
+        environment = {**os.environ, "PYTHONPATH": paths}
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env=environment)
+        await until(lambda: marks(tmp_path))
+        process.kill()
+        await process.wait()
+        (pid,) = marks(tmp_path)
+        await until(lambda: not alive(pid))
+
     async def test_an_argument_may_be_called_self(self) -> None:
         """A prompt's data may have any key, also the names of the wrapper's own parameters."""
         wrapper = AsyncRewardWrapper(functions.named, timeout_s=START_S, max_workers=1)
@@ -119,38 +218,43 @@ class TestProcesses:
 
 
 async def test_case_31_a_cpu_bound_reward_does_not_block_the_loop() -> None:
-    """Case 31: the loop's lag stays under 100 ms while a reward burns CPU, the start of its process included."""
-    wrapper = AsyncRewardWrapper(functions.burn, timeout_s=30, max_workers=1)
-    gaps: list[float] = []
+    """Case 31: while a reward computes for 5 s of CPU, the loop's lag stays under 100 ms, its process's start included.
+
+    The lag is that of a task that ticks every 5 ms. Of its hundreds of ticks, 98 in 100 must be in time, and none a
+    second late: on a busy machine a tick may wait for other programs, but a reward on the loop would be one tick that
+    is 5 s late.
+    """
+    wrapper = AsyncRewardWrapper(functions.burn, timeout_s=120, max_workers=1)
+    lags: list[float] = []
 
     async def tick() -> None:
         last = time.perf_counter()
         while True:
             await asyncio.sleep(0.005)
             now = time.perf_counter()
-            gaps.append(now - last - 0.005)
+            lags.append(now - last - 0.005)
             last = now
 
     ticker = asyncio.create_task(tick())
     await asyncio.sleep(0)
-    assert await wrapper(1.5) == 1.0
+    assert await wrapper(5.0) == 1.0
     ticker.cancel()
-    gaps.sort()
-    assert len(gaps) > 20
-    assert gaps[int(len(gaps) * 0.98)] < 0.1
-    assert gaps[-1] < 0.5  # a busy machine's own share; on the loop, the reward alone would take 1.5 s
+    lags.sort()
+    assert len(lags) > 100
+    assert lags[int(len(lags) * 0.98)] < 0.1
+    assert lags[-1] < 1.0
 
 
-async def test_the_pool_is_started_off_the_loop() -> None:
-    """Starting the processes, which takes as long as the program's imports, is not done on the event loop."""
-    wrapper = AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)
-    start, threads = wrapper._start, []
+async def test_the_pool_is_started_off_the_loop(processes: RewardProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting the processes, which takes as long as their imports, is not done on the event loop."""
+    start, threads = processes.start, []
 
-    def watched() -> object:
+    def watched() -> None:
         threads.append(threading.get_ident())
-        return start()
+        start()
 
-    wrapper._start = watched  # type: ignore[assignment, method-assign]
+    monkeypatch.setattr(processes, "start", watched)
+    wrapper = AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)
     assert await asyncio.gather(*(wrapper() for _ in range(4))) == [0.5] * 4
     assert threads
     assert threading.get_ident() not in threads
@@ -163,7 +267,7 @@ class TestCoroutines:
         """A coroutine function needs no process."""
         wrapper = AsyncRewardWrapper(functions.gentle)
         assert await wrapper(0.125) == 0.125
-        assert wrapper._pool is None
+        assert await AsyncRewardWrapper(functions.gentle_process_id)() == os.getpid()
 
     async def test_an_object_with_an_async_call_is_awaited_here(self) -> None:
         """An object with a coroutine ``__call__`` is one too, though no process could be given it."""
@@ -212,9 +316,28 @@ class TestNeverASilentZero:
         ({"reward_fn": functions.half, "timeout_s": 0}, "timeout_s=0"),
         ({"reward_fn": functions.half, "max_workers": 0}, "max_workers=0"),
         ({"reward_fn": functions.half, "max_retries": -1}, "max_retries=-1"),
+        ({"reward_fn": functions.half, "timeout_seconds": -2}, "timeout_s=-2"),
+        ({"reward_fn": functions.half, "timeout_s": 1, "timeout_seconds": 2}, "are one; pass either"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(arguments: dict[str, object], said: str) -> None:
     """Arguments that cannot work are a SettingsError when the wrapper is made."""
     with pytest.raises(SettingsError, match=said):
         AsyncRewardWrapper(**arguments)  # type: ignore[arg-type]
+
+
+class TestAsInAReaL:
+    """contract 8: a wrapper that was made for AReaL works, or is refused."""
+
+    async def test_arguments_by_name_and_by_place(self) -> None:
+        """``(reward_fn, timeout_seconds, max_workers, max_retries)`` means the same."""
+        named = AsyncRewardWrapper(functions.half, timeout_seconds=START_S, max_workers=None, max_retries=3)
+        placed = AsyncRewardWrapper(functions.gentle_forever, 0.01, None, 0)
+        assert await named() == 0.5
+        with pytest.raises(RewardTimeoutError, match=r"longer than 0\.01 s"):
+            await placed()
+
+    def test_default_number_of_processes(self) -> None:
+        """Without a number there are from 2 to 8 processes."""
+        assert 2 <= default_processes() <= 8
+        assert AsyncRewardWrapper(functions.half)._max_workers == default_processes()

@@ -100,6 +100,7 @@ async def run_attempt(
     check: FormatCheck | None = None,
 ) -> Ended:
     """Run the episode. Never raises but on cancellation."""
+    runner = asyncio.current_task()
     try:
         workflow = await workflows.get(spec)
         data = decode_plain(spec.data)  # decoded anew for each attempt, so none sees another's changes
@@ -122,8 +123,21 @@ async def run_attempt(
         if task is None or task.cancelling():
             raise
         return classify(error)  # nobody cancelled the attempt: something that the workflow awaited was
-    except (Exception, SystemExit) as error:  # the boundary: whatever a workflow raises is this slot's outcome, no more
+    except GeneratorExit as error:
+        if runner is None or _current_task() is not runner:
+            raise  # nobody raised it: this coroutine is being closed
         return classify(error)
+    except BaseException as error:  # the boundary: whatever a workflow raises is this slot's outcome, no more
+        # KeyboardInterrupt and SystemExit too, which a task would raise through the event loop and end the worker. A
+        # real SIGINT never comes this way: the worker handles it as an event.
+        return classify(error)
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop runs: the interpreter is ending
+        return None
 
 
 async def _usable(result: Any, max_rows_bytes: int, max_inline_tokens: int) -> Ended:

@@ -50,6 +50,18 @@ class Leases:
         """The tasks of the attempts that run here."""
         return list(self._held.values())
 
+    def held(self) -> list[Attempt]:
+        """The attempts that run here. For other threads too."""
+        return list(self._held)
+
+    def attempt_of(self, task: asyncio.Task[Any]) -> Attempt | None:
+        """The attempt that `task` runs. For other threads too."""
+        return next((attempt for attempt, held in list(self._held.items()) if held is task), None)
+
+    async def renew(self, store: Store) -> None:
+        """A heart-beat over `store`, from another thread, while the loop that should do it is blocked."""
+        await store.heartbeat(self._worker, self._about(), self._lease_s, self.held())
+
     async def beat(self) -> None:
         """One heart-beat: renew all, and stop what has been lost."""
         lost = await self._store.heartbeat(self._worker, self._about(), self._lease_s, list(self._held))

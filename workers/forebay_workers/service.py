@@ -11,18 +11,22 @@ from typing import Any
 
 import structlog
 
+from forebay import workflow_context
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError
+from forebay.errors import ConnectionLostError, SettingsError
 from forebay.http_metrics import Listen
 from forebay.settings import EngineSettings, RunSettings, Settings
 from forebay.store.store import Store
+from forebay.trace_files import TraceWriter
 from forebay_workers.admission import admit_groups
 from forebay_workers.arq_host import SlotHost
 from forebay_workers.engines.fleet import Fleet
-from forebay_workers.leases import Leases
+from forebay_workers.leases import Attempt, Leases
 from forebay_workers.metrics import WorkerMetrics, WorkerState
+from forebay_workers.rescue import Rescue
 from forebay_workers.settings import WorkerSettings
 from forebay_workers.slots import SlotRunner
+from forebay_workers.watchdog import watched
 
 __all__ = ["Worker", "run_worker"]
 
@@ -46,6 +50,7 @@ async def run_worker(
         SettingsError: a setting of the metrics is bad.
         ConnectionLostError: Redis cannot be reached at start.
         RunNotReadyError: no collector published the run's settings within ``wait_for_run_s``.
+        SettingsError: ``trace_dir`` cannot be written to.
     """
     store = Store.open(settings, max_connections=worker_settings.max_slots + 32)
     try:
@@ -55,7 +60,8 @@ async def run_worker(
         await store.add_servers(settings.servers)
         async with stop_signal() as stop:
             worker = Worker(store, settings, rules, engine_settings, worker_settings, listen)
-            await worker.serve(stop)
+            with watched(worker_settings.watchdog_s, worker.held, worker.rescue(), rules.lease_s):
+                await worker.serve(stop)
     finally:
         await store.close()
 
@@ -76,9 +82,11 @@ class Worker:
         self._store = store
         self._rules = rules
         self._settings = worker_settings
+        self._run_settings = settings
         self._fleet = Fleet(engine_settings)
         self._leases = Leases(store, self.name, rules.lease_s, self._about)
-        self._runner = SlotRunner(store, self._fleet, self._leases, self.name, rules, worker_settings)
+        self._traces = _trace_writer(worker_settings, self.name)
+        self._runner = SlotRunner(store, self._fleet, self._leases, self.name, rules, worker_settings, self._traces)
         self._host = SlotHost(
             settings.resolved_redis_url(),
             store.keys.jobs,
@@ -121,6 +129,14 @@ class Worker:
             servers_healthy=sum(server.healthy for server in servers.values()),
         )
 
+    def held(self) -> list[Attempt]:
+        """The attempts that run here."""
+        return self._leases.held()
+
+    def rescue(self) -> Rescue:
+        """What the watchdog does for them while this event loop is blocked."""
+        return Rescue(self._run_settings, self._leases, asyncio.get_running_loop())
+
     async def serve(self, stop: asyncio.Event) -> None:
         """Run slots until `stop` is set; then let them finish for a while, and hand back what does not."""
         async with self._metrics or contextlib.nullcontext():
@@ -160,8 +176,11 @@ class Worker:
             async with asyncio.timeout(_CLOSE_S):
                 await self._fleet.close()
                 await self._host.close()
+                await workflow_context.aclose()
         except TimeoutError:
             log.warning("worker.connections_left_open", worker=self.name)  # the end of the process closes them
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
         log.info("worker.stopped", worker=self.name)
 
     async def _refresh(self) -> None:
@@ -175,3 +194,15 @@ class Worker:
                 await self._refresh()
             except ConnectionLostError as error:
                 log.warning("refresh.failed", reason=str(error))
+
+
+def _trace_writer(settings: WorkerSettings, worker: str) -> TraceWriter | None:
+    if settings.trace_dir is None:
+        return None
+    try:
+        return TraceWriter(settings.trace_dir, worker, settings.trace_max_bytes)
+    except OSError as error:
+        raise SettingsError(
+            f"FOREBAY_WORKER_TRACE_DIR={settings.trace_dir}: cannot be made a folder ({error}); name one that this "
+            "process may write to, or unset it"
+        ) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pathlib import Path
+
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 __all__ = ["WorkerSettings"]
@@ -25,3 +27,16 @@ class WorkerSettings(BaseSettings):
     """How long to wait at start for a collector to publish the run's settings."""
     max_inline_tokens: int = Field(16384, ge=0)
     """Results above this many tokens are encoded in a thread, off the event loop."""
+    watchdog_s: float = Field(20.0, ge=0)
+    """A worker whose event loop a workflow has blocked for this long, and for two leases, ends itself with all stacks
+    on stderr and exit code 70. 0: never, as for a debugger."""
+    trace_dir: Path | None = None
+    """Folder for one JSON line an episode, in a file of each worker process; ``forebay trace export`` makes of them
+    what Perfetto shows. None: off."""
+    trace_max_bytes: int = Field(64 * 2**20, ge=4096)
+    """Of a worker's file in `trace_dir`; past it the file is set aside, in place of the one before."""
+
+    @field_validator("trace_dir", mode="before")
+    @classmethod
+    def _empty_is_off(cls, value: object) -> object:
+        return None if value == "" else value

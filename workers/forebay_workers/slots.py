@@ -18,12 +18,16 @@ from forebay import workflow_context
 from forebay.errors import ConnectionLostError, FrameError
 from forebay.generation import InferenceEngine
 from forebay.outcomes import FailureKind, SlotOutcome
+from forebay.processor_cache import ProcessorCache
 from forebay.settings import RunSettings
 from forebay.store.records import Lease
 from forebay.store.store import Store
+from forebay.trace_files import TraceWriter, session_record
+from forebay.tracing import Session
 from forebay.wire.envelopes import GroupSpec, SlotHeader
 from forebay_workers.attempts import Ended, WorkflowCache, run_attempt
 from forebay_workers.format_check import FormatCheck
+from forebay_workers.group_caches import GroupCaches
 from forebay_workers.leases import Attempt, Leases
 from forebay_workers.settings import WorkerSettings
 
@@ -43,6 +47,7 @@ class SlotRunner:
         worker: str,
         run_settings: RunSettings,
         settings: WorkerSettings,
+        traces: TraceWriter | None = None,
     ) -> None:
         self._store = store
         self._engine = engine
@@ -52,6 +57,8 @@ class SlotRunner:
         self._settings = settings
         self._workflows = WorkflowCache(run_settings.import_allowlist)
         self._check = FormatCheck(store) if run_settings.check_trajectory_format else None
+        self._traces = traces
+        self._caches = GroupCaches()
         self._claimed: dict[str, Lease] = {}
         self.draining = False
         """The worker is shutting down: a cancelled attempt is handed back."""
@@ -87,8 +94,10 @@ class SlotRunner:
 
     async def _hold_and_run(self, attempt: Attempt, lease: Lease) -> None:
         began = time.monotonic()
+        session = Session(self._store.keys.run, *attempt)
         try:
-            ended = await self._attempt(attempt, lease)
+            with session.active(), self._caches.of(attempt[0]) as cache:
+                ended = await self._attempt(attempt, lease, cache, session)
         except asyncio.CancelledError:
             # A shut-down hands the attempt back; one that lost its lease has nothing to hand back.
             if self._leases.holds(attempt) and not self.draining:
@@ -98,15 +107,21 @@ class SlotRunner:
                     task.uncancel()
                 reason = "the workflow cancelled its own task"
                 ended = Ended(SlotOutcome.FAILED, kind=FailureKind.DATA, reason=reason)
-                await self._publish(attempt, ended, began)
+                await self._publish(attempt, ended, began, session)
                 return
+            self._trace(session, "handed_back" if self._leases.holds(attempt) else "lost")
             if self._leases.holds(attempt):
                 await asyncio.shield(self._store.release(*attempt))
                 log.info("slot.handed_back")
             raise
-        await self._publish(attempt, ended, began)
+        await self._publish(attempt, ended, began, session)
 
-    async def _publish(self, attempt: Attempt, ended: Ended, began: float) -> None:
+    def _trace(self, session: Session, status: str, reason: str = "") -> None:
+        if self._traces is not None:
+            self._traces.write(session_record(session, worker=self._worker, status=status, reason=reason))
+
+    async def _publish(self, attempt: Attempt, ended: Ended, began: float, session: Session) -> None:
+        self._trace(session, ended.outcome.value, ended.reason)
         header = SlotHeader(
             task=attempt[0],
             idx=attempt[1],
@@ -122,6 +137,7 @@ class SlotRunner:
             rows_bytes=len(ended.frame or b""),
             worker=self._worker,
             seconds=time.monotonic() - began,
+            phases=session.phases,
         )
         # From here on the lease is not renewed: it ends with the publication, and a heart-beat that crosses it must not
         # take that for a loss. Should Redis stay away for longer than the lease, the slot runs again; the first wins.
@@ -143,11 +159,12 @@ class SlotRunner:
         else:
             log.debug("slot.ended", outcome=ended.outcome, verdict=verdict)
 
-    async def _attempt(self, attempt: Attempt, lease: Lease) -> Ended:
+    async def _attempt(self, attempt: Attempt, lease: Lease, cache: ProcessorCache, session: Session) -> Ended:
         try:
             spec = GroupSpec.unpack(lease.spec)
         except FrameError as error:
             return Ended(SlotOutcome.FAILED, kind=FailureKind.DATA, reason=f"unreadable group: {error}")
+        session.is_eval = spec.is_eval
         context = workflow_context.WorkflowContext(
             is_eval=spec.is_eval,
             task_id=attempt[0],
@@ -155,6 +172,7 @@ class SlotRunner:
             group_size=lease.group_size,
             attempt=attempt[2],
             run=self._store.keys.run,
+            processor_cache=cache,
         )
         return await run_attempt(
             spec,

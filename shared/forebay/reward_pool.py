@@ -1,0 +1,193 @@
+"""The processes in which plain reward functions run: one pool for all wrappers of this process (contract, section 8).
+
+Invariants (tests in ``tests/unit/test_rewards.py``):
+
+- However many wrappers there are, there are at most as many processes as the largest bound that one of them asks for
+  (``test_wrappers_share_their_processes``); while a pool makes room for a larger one, those of both.
+- Every call ends: with a number, with an error, or with its process killed (``TestProcesses``).
+- A pool that has broken is replaced at the next call (``test_a_broken_pool_is_replaced``).
+- No process outlives the one that it works for (``test_no_process_outlives_its_worker``), and nothing
+  that a call has started itself outlives its being killed (``test_what_a_killed_call_has_started_is_killed``).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from pebble import ProcessPool
+
+from forebay.errors import SlotDataError
+
+__all__ = ["BrokenProcessPool", "RewardProcesses", "default_processes", "is_time_out", "number", "shared_processes"]
+
+
+def default_processes() -> int:
+    """Half of the processors that this process may use, from 2 to 8: several workers share a host."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    return max(2, min(8, usable // 2))
+
+
+class RewardProcesses:
+    """A pool that starts at its first call, is replaced when it breaks or grows, and ends with the interpreter."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanted = 0
+        self._size = 0
+        self._pool: ProcessPool | None = None
+        self._end: weakref.finalize[[ProcessPool], Any] | None = None
+
+    def want(self, processes: int) -> None:
+        """See to it that so many calls can run at once."""
+        with self._lock:
+            self._wanted = max(self._wanted, processes)
+
+    @property
+    def size(self) -> int:
+        """Processes of the pool that runs; 0 before the first call."""
+        return self._size
+
+    @property
+    def warm(self) -> bool:
+        """Whether :meth:`schedule` will not have to start processes, which takes long."""
+        return self._pool is not None and self._size >= self._wanted
+
+    def start(self) -> None:
+        """Start the pool if it does not run, or is too small. Blocks for as long as that takes."""
+        with self._lock:
+            self._ready()
+
+    def _ready(self) -> ProcessPool:
+        if self._pool is not None and self._size < self._wanted:
+            self._retire(_drain)  # its calls go on
+        return self._pool or self._start()
+
+    def schedule(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> Future[float]:
+        """Call `fn` in one of the processes. Cancelling the future kills the call.
+
+        The future ends with a float, what `fn` raised, ``TimeoutError`` after `timeout_s` from the call's start,
+        ``pebble.ProcessExpired``, or BrokenProcessPool: try again.
+        """
+        with self._lock:
+            try:
+                return self._ready().schedule(_call, args=(fn, args, kwargs), timeout=timeout_s)
+            except RuntimeError as error:  # pebble says so of a pool that has broken before
+                self._retire(_kill)
+                raise BrokenProcessPool(str(error)) from None
+
+    def close(self) -> None:
+        """Kill what runs, and end the processes. A later call starts new ones."""
+        with self._lock:
+            self._retire(_kill)
+
+    def _start(self) -> ProcessPool:
+        # A fork of a process with threads and an event loop may deadlock; a fork server is forked before them. It
+        # imports what every process needs once, and forks in milliseconds then.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["__main__", __name__])
+        pool = ProcessPool(max_workers=max(1, self._wanted), initializer=_prepare, context=context)
+        if not pool.active:  # asking starts its processes
+            raise SlotDataError("the processes for reward functions cannot be started")
+        self._pool, self._size = pool, max(1, self._wanted)
+        self._end = weakref.finalize(self, _stop, pool)  # runs at interpreter exit too
+        return pool
+
+    def _retire(self, how: Callable[[Any], None]) -> None:
+        pool, end = self._pool, self._end
+        self._pool, self._end, self._size = None, None, 0
+        if end is not None:
+            end.detach()
+        if pool is not None:
+            how(pool)
+            threading.Thread(target=_join, args=(pool,), name="forebay-rewards-retired", daemon=True).start()
+
+
+def _drain(pool: Any) -> None:
+    pool.close()
+
+
+def _kill(pool: Any) -> None:
+    pool.stop()
+
+
+def _join(pool: Any) -> None:
+    pool.join()  # bounded by the time-outs of the calls that it still has
+
+
+def _stop(pool: Any) -> None:
+    pool.stop()
+    pool.join(timeout=5)
+
+
+def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """In a process of the pool. What leaves it can be read by the other side, whatever `fn` does."""
+    name = f"reward function {getattr(fn, '__qualname__', repr(fn))}"
+    try:
+        value = fn(*args, **kwargs)
+    except Exception as error:  # a user's function may raise anything
+        if isinstance(error, StopIteration) or not _travels(error):
+            raise SlotDataError(f"{name} raised {type(error).__name__}: {error}") from None
+        raise
+    except BaseException as error:  # KeyboardInterrupt, SystemExit: not the worker's
+        raise SlotDataError(f"{name} raised {type(error).__name__}: {error}") from None
+    return number(name, value)
+
+
+def number(name: str, value: Any) -> float:
+    """`value` as a float. Raises SlotDataError if it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch: RuntimeError for several elements
+        raise SlotDataError(f"{name} returned {value!r:.200}, expected a number") from None
+
+
+def is_time_out(error: TimeoutError) -> bool:
+    """Whether the pool made `error`, rather than the function that was called."""
+    return error.args[:1] == ("Task timeout",) and not hasattr(error, "traceback")
+
+
+def _travels(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 (made here, a moment ago)
+    except Exception:  # a user's exception may fail to be copied in any way, and would break the pool for all
+        return False
+    return True
+
+
+def _prepare() -> None:
+    """In a process of the pool, at its start."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: _kill_group())
+    threading.Thread(target=_die_with_parent, name="forebay-parent", daemon=True).start()
+
+
+def _kill_group() -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # this process, and what the reward function has started
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # an endless call would not notice that nobody waits for it any more
+        _kill_group()
+
+
+# The processes belong to the process, as its threads do: wrappers come by import and by copy, and have no owner in
+# common that could hold them.
+_SHARED = RewardProcesses()
+
+
+def shared_processes() -> RewardProcesses:
+    """The pool of this process."""
+    return _SHARED

@@ -1,0 +1,114 @@
+"""What ends a worker whose event loop stands still: each case in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from forebay_workers.watchdog import EXIT_CODE
+
+LIMIT_S = 1.5
+PROGRAM = """
+import asyncio, re, sys, threading, time
+from forebay import log
+from forebay_workers.watchdog import watched
+
+log.configure()
+
+def the_culprit(how):
+    if how == "sleep":
+        time.sleep(3600)
+    if how == "regex":
+        re.match(r"(a|aa)+$", "a" * 80 + "b")
+    if how == "stderr":
+        threading.Thread(target=write, daemon=True).start()
+        time.sleep(3600)
+
+def write():
+    while True:
+        sys.stderr.write("x" * 65536)
+
+async def main(how, seconds):
+    with watched({limit}, lambda: [(7, 1, 2)]):
+        print("running", flush=True)
+        the_culprit(how)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            await asyncio.sleep(0.05)
+    print("done", flush=True)
+
+asyncio.run(main(sys.argv[1], float(sys.argv[2])))
+"""
+
+
+def start(how: str, seconds: float = 0.0) -> subprocess.Popen[str]:
+    """A process with a watched loop, that blocks it as `how` says, or turns it for so long."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(limit=LIMIT_S), how, str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    return process
+
+
+def test_blocked_loop_ends() -> None:
+    """A loop that is blocked ends its process with code 70; stderr has the attempts that it held and all stacks."""
+    process = start("sleep")
+    began = time.monotonic()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CODE
+    assert time.monotonic() - began >= LIMIT_S * 0.8
+    assert "worker.blocked" in stderr
+    assert "7:1 attempt 2" in stderr
+    assert "in the_culprit" in stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGVTALRM"), reason="needs a timer of CPU time")
+def test_blocked_interpreter_ends() -> None:
+    """A regular expression that never lets another thread run ends its process too, with its stack on stderr."""
+    process = start("regex")
+    _, stderr = process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGVTALRM
+    assert "in the_culprit" in stderr
+
+
+def test_a_full_stderr_does_not_save_it() -> None:
+    """The process ends although nobody reads what it has to say."""
+    process = start("stderr")
+    try:
+        assert process.wait(timeout=60) == EXIT_CODE
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_loop_that_turns_goes_on() -> None:
+    """A loop that turns is left alone for longer than the limit."""
+    process = start("nothing", LIMIT_S * 2)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, stderr) == (0, "done\n", "")
+
+
+def test_stopped_process_goes_on() -> None:
+    """A process that was stopped for longer than the limit goes on when it is continued."""
+    process = start("nothing", LIMIT_S * 4)
+    stopped = threading.Event()
+    for _ in range(2):
+        process.send_signal(signal.SIGSTOP)
+        while Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "T":
+            stopped.wait(0.01)
+        stopped.wait(LIMIT_S * 1.5)  # what is tested is that this time has no effect
+        process.send_signal(signal.SIGCONT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, stderr) == (0, "done\n", "")
