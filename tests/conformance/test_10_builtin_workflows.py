@@ -7,7 +7,9 @@ many chat templates in ``tests/unit/test_chat_turns.py``; which arguments are re
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import dataclasses
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -309,6 +311,32 @@ class TestVision:
         expanded = result["input_ids"][0, : int((result["loss_mask"] == 0).sum())].tolist()
         assert [t for t in expanded if t != IMAGE_TOKEN] == [t for t in request["input_ids"] if t != IMAGE_TOKEN]
         assert result["multi_modal_input"][0]["image_grid_thw"].shape == (2, 3)
+
+    async def test_a_groups_slots_share_the_processors_work(self, vlm: Path) -> None:
+        """8, 10: images are decoded and processed once for a group's slots, and again for another prompt."""
+        async with seeing(vlm) as (workflow, _, fleet):
+            inner, sizes = workflow.processor, []
+
+            class Counting:
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(inner, name)
+
+                def __call__(self, **given: Any) -> Any:
+                    sizes.append(given["images"][0].size)
+                    return inner(**given)
+
+            workflow.processor = Counting()
+            prompts = [{"messages": MESSAGES, "images": [jpeg(picture(size=size))]} for size in ((20, 12), (40, 16))]
+            context = WorkflowContext(task_id=7, group_size=4)
+
+            async def slot(idx: int) -> dict[str, Any]:
+                with scope(dataclasses.replace(context, sample_idx=idx)):
+                    return await run(workflow, fleet, prompts[idx // 3])
+
+            results = await asyncio.gather(*(slot(idx) for idx in range(4)))
+        assert sorted(sizes) == [(20, 12), (40, 16)]
+        grids = [result["multi_modal_input"][0]["image_grid_thw"].tolist() for result in results]
+        assert grids[0] == grids[1] == grids[2] != grids[3]
 
     async def test_any_form_of_an_image_gives_the_same(self, vlm: Path) -> None:
         """10: bytes, base64 text, a data URL and a PIL image are one and the same image to processor and server."""

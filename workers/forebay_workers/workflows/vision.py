@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from forebay.errors import SlotDataError
+from forebay import workflow_context
+from forebay.errors import SlotDataError, SubmitError
 from forebay.generation import GenerationHyperparameters, InferenceEngine, ModelRequest, ModelResponse
 from forebay.pretrained import load_processor
+from forebay.wire.values import encode_plain, pack
 from forebay_workers.workflows.arguments import Checks, check, check_common, check_processor
 from forebay_workers.workflows.base import BuiltInWorkflow, messages_of, new_rid, row
 from forebay_workers.workflows.images import decode_image, require_pillow
@@ -78,8 +81,7 @@ class VisionRLVRWorkflow(BuiltInWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, Any] | None:
         """One row: prompt with expanded place holders, and completion."""
-        # In a thread: decoding and resizing take long enough to hold up the other episodes.
-        prompt = await asyncio.to_thread(self._prepare, data)
+        prompt = await self._prompt(data)
         grown = len(prompt.ids) - len(prompt.server_ids)
         if len(prompt.ids) >= self.gconfig.max_tokens:
             raise SlotDataError(
@@ -100,6 +102,15 @@ class VisionRLVRWorkflow(BuiltInWorkflow):
         response = dataclasses.replace(answer, input_tokens=list(prompt.ids))
         result = row(response, await self.reward_of(response, data))
         return result | prompt.tensors(response.output_len)
+
+    async def _prompt(self, data: dict[str, Any]) -> _Prompt:
+        """What `data` is made into: once for the slots of a group that this process runs."""
+        key = _digest(data)
+        # In a thread: decoding and resizing take long enough to hold up the other episodes.
+        if key is None:
+            return await asyncio.to_thread(self._prepare, data)
+        cache = workflow_context.get().processor_cache
+        return await cache.aget_or_compute(key, lambda: self._prepare(data))
 
     def _prepare(self, data: dict[str, Any]) -> _Prompt:
         messages, images = messages_of(data), data.get("images")
@@ -136,6 +147,14 @@ class VisionRLVRWorkflow(BuiltInWorkflow):
                     f"the model generated token {token_id}, the place holder of an image: no trainer could tell it "
                     "from those of the prompt"
                 )
+
+
+def _digest(data: dict[str, Any]) -> bytes | None:
+    """What the prompt is known by; None for images that are no plain values."""
+    try:
+        return hashlib.sha256(pack(encode_plain([data.get("messages"), data.get("images")]))).digest()
+    except SubmitError:
+        return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
