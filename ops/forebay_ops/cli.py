@@ -224,7 +224,8 @@ def _print_processes(home: Path, state: StackState) -> None:
     rows: list[ProcessRecord] = state.processes
     table = Table(title=f"{home}: {state.phase}, supervisor pid {state.pid}", title_justify="left")
     for column in ("process", "state", "pid", "uptime", "restarts", "address"):
-        table.add_column(column, justify="right" if column in ("pid", "uptime", "restarts") else "left")
+        justify: Any = "right" if column in ("pid", "uptime", "restarts") else "left"
+        table.add_column(column, justify=justify, overflow="fold" if column == "address" else "ellipsis")
     colours = {"ready": "green", "starting": "yellow", "waiting": "red", "failed": "red"}
     for row in rows:
         colour = colours.get(row.state, "dim")

@@ -423,17 +423,17 @@ class TestWhatIsMissing:
 async def test_loop_lag_while_dumping(dumper: Dumper) -> None:
     """Case 33: dumps of large groups leave the event loop free: p99 of its lag is a small part of what they take."""
     mask = [0] + [1] * 19_999
-    summary, rows = group_of({idx: [row([5] * 20_000, mask, [1 if on else -1 for on in mask])] for idx in range(8)})
+    summary, rows = group_of({idx: [row([5] * 20_000, mask, [1 if on else -1 for on in mask])] for idx in range(40)})
     lags: list[float] = []
     watch = asyncio.create_task(watch_loop(lags.append, 0.005))
     began = asyncio.get_running_loop().time()
-    for task in range(8):  # in turn, so that a dump on the loop would stall it for an eighth of the whole
+    for task in range(4):  # in turn, so that a dump on the loop would stall it for a quarter of the whole
         summary.task = task
         assert await dumper.write("rollout/1", summary, rows, headers_of(summary), "accepted", "", 1)
     took = asyncio.get_running_loop().time() - began
     watch.cancel()
     assert len(lags) > 20
-    assert float(np.quantile(lags, 0.99)) < took / 16, (max(lags), took)
+    assert float(np.quantile(lags, 0.99)) < took / 8, (max(lags), took)
 
 
 # -- groups by hand ----------------------------------------------------------------------------------------------------
