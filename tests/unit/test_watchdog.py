@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay_workers.watchdog import EXIT_CODE
+from forebay_workers.watchdog import EXIT_CODE, Silence
 
 LIMIT_S = 1.5
 PROGRAM = """
@@ -98,6 +98,14 @@ def test_a_loop_that_turns_goes_on() -> None:
     process = start("nothing", LIMIT_S * 2)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout, stderr) == (0, "done\n", "")
+
+
+def test_only_time_that_the_loop_had_counts() -> None:
+    """Steps without a tick add up; a wait that took an hour, when nothing ran, counts as one step and a half."""
+    silence = Silence(1.0)
+    assert [silence.after(ticks, 1.0) for ticks in (0, 1, 1, 1)] == [0.0, 0.0, 1.0, 2.0]
+    assert silence.after(1, 3600.0) == 3.5
+    assert silence.after(2, 3600.0) == 0.0
 
 
 def test_stopped_process_goes_on() -> None:

@@ -12,7 +12,7 @@ Invariants (tests in ``tests/unit/test_watchdog.py`` and ``tests/integration/tes
   whether the block leaves the interpreter free or not (``test_blocked_interpreter_ends``).
 - What else the process held is delivered (``test_blocking_workflow_fails_and_others_flow``).
 - Time during which the process did not run at all, because it was stopped or its machine slept, does not count
-  (``test_stopped_process_goes_on``).
+  (``test_only_time_that_the_loop_had_counts``, ``test_stopped_process_goes_on``).
 """
 
 from __future__ import annotations
@@ -56,6 +56,25 @@ class Slots(Protocol):
         """Give it to others."""
 
 
+class Silence:
+    """For how long a loop has not ticked, as far as it could have."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._ticks = -1
+        self._silent_s = 0.0
+
+    def after(self, ticks: int, waited_s: float) -> float:
+        """Seconds of silence once the loop has ticked `ticks` times, `waited_s` after the last look at it.
+
+        A longer wait than a step is time when nothing of this process ran, and says nothing about its loop: after a
+        SIGSTOP, on a suspended machine or in a debugger the loop gets its time again.
+        """
+        self._silent_s = self._silent_s + min(waited_s, self._step_s * 1.5) if ticks == self._ticks else 0.0
+        self._ticks = ticks
+        return self._silent_s
+
+
 class Watchdog:
     """Watches one event loop from a thread of its own."""
 
@@ -87,18 +106,13 @@ class Watchdog:
             await asyncio.sleep(self._step_s / 2)
 
     def _watch(self) -> None:
-        silent_s, seen, before = 0.0, self._ticks, time.monotonic()
+        silence, before = Silence(self._step_s), time.monotonic()
         with _cpu_alarm(self._limit_s * _CPU_FACTOR) as rearm:
             while not self._stop.wait(self._step_s):
                 rearm()
                 now = time.monotonic()
-                if self._ticks != seen:
-                    silent_s = 0.0
-                else:
-                    # A longer wait than was asked for is time when nothing of this process ran, and says nothing about
-                    # its loop: after a SIGSTOP, a suspended machine or a debugger's break the loop gets its time again.
-                    silent_s += min(now - before, self._step_s * 1.5)
-                seen, before = self._ticks, now
+                silent_s = silence.after(self._ticks, now - before)
+                before = now
                 if silent_s >= self._limit_s:
                     self._bark(silent_s)
                 elif silent_s and self._slots is not None:
