@@ -12,6 +12,8 @@ SEED ?=
 STEPS ?=
 NAME ?=
 LINES ?=
+# Test processes; the tests wait more than they compute.
+JOBS ?= 3
 FOLLOW ?=
 RUN ?=
 ARGS ?=
@@ -62,9 +64,9 @@ demo-text: $(DEMO) ## Roll out a small text model on CPU (SEED, STEPS, WORKERS)
 	$(SAY) 'running examples.text'
 	@$(BIN)/python -m examples.text $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
-test: lint types ## Run linters, type checkers and all tests (ARGS='-k name')
-	$(SAY) 'pytest'
-	@$(BIN)/pytest $(ARGS)
+test: lint types ## Run linters, type checkers and all tests (ARGS='-k name', JOBS=0 for one process)
+	$(SAY) 'pytest, in $(JOBS) processes'
+	@$(BIN)/pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(DEV) ## Check style and the layering of the packages
 	$(SAY) 'ruff check'
