@@ -285,7 +285,8 @@ def _rows_of(groups: Sequence[GroupSummary], frames: list[bytes]) -> list[Row]:
 class Watch:
     """Turns a wait that cannot end well into an error that says why."""
 
-    def __init__(self, store: Store, settings: RunSettings, timeout_s: float | None) -> None:
+    def __init__(self, store: Store, settings: RunSettings, timeout_s: float | None, what: str = "batch") -> None:
+        self._what = what
         self._store = store
         self._settings = settings
         self._timeout_s = timeout_s
@@ -299,7 +300,7 @@ class Watch:
         self._check_blocked(blocked_at_version, now)
         if self._timeout_s is not None and now - self._began > self._timeout_s:
             raise StallError(
-                f"no batch in {self._timeout_s:g} s: {explain(await self._store.status(), self._settings)}"
+                f"no {self._what} in {self._timeout_s:g} s: {explain(await self._store.status(), self._settings)}"
             )
         if now - self._asked < 1.0:
             return

@@ -38,7 +38,7 @@ async def collect_groups(
         GroupNotDeliveredError: one is unknown, or is delivered in a batch.
         RowsMissingError: Redis has lost rows of one.
     """
-    watch = Watch(store, settings, timeout_s)
+    watch = Watch(store, settings, timeout_s, "result")
     groups: list[GroupSummary] = []
     ended: dict[int, str] = {}
     version = 0

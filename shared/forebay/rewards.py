@@ -131,4 +131,3 @@ class AsyncRewardWrapper:
         except (KeyboardInterrupt, SystemExit) as error:  # a task would raise them through the event loop
             raise SlotDataError(f"{self._name} raised {type(error).__name__}: {error}") from None
         return number(self._name, value)
-

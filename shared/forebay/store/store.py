@@ -252,6 +252,11 @@ class Store:
         )
         return (rules, int(size), int(parent) if parent else None) if state == b"running" else None
 
+    async def outcome(self, task_id: int) -> tuple[str, str]:
+        """``(state, reason)`` of a group, empty where it is not known."""
+        ((state, why),) = await self._ask(("HMGET", self.keys.group(task_id), "st", "why"))
+        return (state or b"").decode(), (why or b"").decode()
+
     async def commit(
         self, epoch: int, task_id: int, decision: str, *, reason: str = "", summary: bytes = b"", head: int = -1,
         dump_folder: str = "", detail: str = "",
