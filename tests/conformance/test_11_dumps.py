@@ -240,16 +240,26 @@ class TestRewriting:
         assert lines(tmp_path / "dumps", task)[0]["outcome"] == "evicted"
 
     async def test_cancelled_between_its_file_and_its_commit(
-        self, driver: Driver, dumper: Dumper, tmp_path: Path
+        self, driver: Driver, dump: dict[str, Any], tmp_path: Path
     ) -> None:
         """11, 6: a group that an early cancel takes while it is being committed is marked too."""
+
+        class Slow(Dumper):
+            """Between its file and the commit the group is cancelled."""
+
+            async def write(self, *args: Any) -> bool:
+                done = await super().write(*args)
+                assert await driver.store.evict_stale(driver.epoch, running_too=True) == [task]
+                return done
+
+        dumper = Slow(RunSettings(**dump), RUN)
+        await dumper.open()
         (task,) = await driver.submit(1, size=1)
         headers = await published(driver, task, [versions(0, 0)])
         await driver.store._redis.hset(driver.store.keys.group(task), "head", 0)  # type: ignore[misc]
         await driver.store.set_version(2)
-        assert await driver.store.evict_stale(driver.epoch, running_too=True) == [task]
-        group = Assembled(task, 1, GroupRules(1), headers)
-        await committer(driver, dumper).commit(driver.epoch, group)
+        await committer(driver, dumper).commit(driver.epoch, Assembled(task, 1, GroupRules(1), headers))
+        await dumper.close()
         (line,) = lines(tmp_path / "dumps", task)
         assert (line["outcome"], line["reason"]) == ("evicted", "stale: head version 0, training at version 2")
 
