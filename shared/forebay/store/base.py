@@ -1,0 +1,105 @@
+"""How a store calls Redis; what its callers share."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar, cast
+
+import redis.asyncio as redis_asyncio
+from redis.exceptions import NoScriptError
+
+from forebay.errors import FencedError, RunStoppedError
+from forebay.settings import Settings
+from forebay.store.connection import connect, riding_through
+from forebay.store.keys import Keys
+from forebay.store.pipelining import Pipeliner
+from forebay.store.scripts import source
+
+__all__ = ["StoreBase", "block_ms", "fenced", "run_stopped"]
+
+T = TypeVar("T")
+
+_BLOCK_MAX_S = 1.0
+
+
+class StoreBase:
+    """A connection to the state of one run."""
+
+    def __init__(self, client: redis_asyncio.Redis, url: str, run: str, timeout_s: float) -> None:
+        self._redis = client
+        self._url = url
+        self._timeout_s = timeout_s
+        self.keys = Keys(run)
+        self._pipeliner = Pipeliner(client)
+
+    @classmethod
+    def open(cls, settings: Settings, *, max_connections: int = 64) -> Self:
+        """The store of the run that `settings` name; connects on the first call."""
+        url = settings.resolved_redis_url()
+        return cls(connect(url, max_connections=max_connections), url, settings.run, settings.redis_timeout_s)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._pipeliner.close()
+        await self._redis.aclose(close_connection_pool=True)
+
+    async def _ride(self, call: Callable[[], Awaitable[T]]) -> T:
+        return await riding_through(call, self._url, self._timeout_s)
+
+    async def _ask(self, *commands: tuple[Any, ...]) -> list[Any]:
+        """The answers to repeatable `commands`; the first that is an error is raised."""
+
+        async def once() -> list[Any]:
+            answers = await self._pipeliner.send(*commands)
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            return answers
+
+        return await self._ride(once)
+
+    async def _run(self, name: str, *args: Any, before: tuple[Any, ...] | None = None) -> Any:
+        """Run script `name`, with the command `before` ahead of it in the same breath."""
+        script = source(name)
+        call = ("EVALSHA", script.sha1, 1, self.keys.prefix, *args)
+        commands = [call] if before is None else [before, call]
+        try:
+            answers = await self._ask(*commands)
+        except NoScriptError:  # the first call, or the server was restarted
+            answers = await self._ask(*commands[:-1], ("SCRIPT", "LOAD", script.text), call)
+        return answers[-1]
+
+    async def ping(self) -> None:
+        """Raise ConnectionLostError unless Redis answers."""
+        await self._ask(("PING",))
+
+    async def wait_for_wake(self, name: str, timeout_s: float) -> None:
+        """Wait until ``admission``, ``cutter`` or ``jobs`` is woken, or `timeout_s` has passed."""
+        keys = self.keys
+        key = {"admission": keys.wake_admission, "cutter": keys.wake_cutter, "jobs": keys.wake_jobs}[name]
+        wait_s = min(timeout_s, _BLOCK_MAX_S)
+        # redis-py wants whole seconds here, the server does not.
+        await self._ride(lambda: cast("Awaitable[Any]", self._redis.blpop([key], timeout=cast("int", wait_s))))
+
+    async def read_rows(self, names: Sequence[tuple[int, int, int]]) -> list[bytes | None]:
+        """Encoded rows of ``(task_id, sample_idx, attempt)``; None where they are gone."""
+        if not names:
+            return []
+        (frames,) = await self._ask(("MGET", *(self.keys.rows(*name) for name in names)))
+        return cast("list[bytes | None]", frames)
+
+
+def block_ms(wait_s: float) -> int:
+    """`wait_s` as the argument of BLOCK, at most a second."""
+    # BLOCK 0 would wait for ever, and a BLOCK longer than the socket's time-out would look like a lost connection.
+    return max(1, int(min(wait_s, _BLOCK_MAX_S) * 1000))
+
+
+def run_stopped(reason: str) -> RunStoppedError:
+    """The error of a run that has stopped itself."""
+    return RunStoppedError(f"the run has stopped itself: {reason}; mend the cause, then `forebay resume`")
+
+
+def fenced() -> FencedError:
+    """The error of a collector whose epoch is old."""
+    return FencedError("another collector has taken the lease of this run; this one stops")

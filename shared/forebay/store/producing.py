@@ -1,0 +1,55 @@
+"""The producer's transitions."""
+
+from __future__ import annotations
+
+import uuid
+
+from forebay.errors import QueueFullError
+from forebay.store.base import StoreBase, run_stopped
+from forebay.store.records import Channel
+
+_IDEMPOTENCY_TTL_S = 7 * 86400
+_REPEAT_TTL_S = 600
+
+__all__ = ["ProducerCalls"]
+
+
+class ProducerCalls(StoreBase):
+    """What a producer does."""
+
+    async def submit(
+        self,
+        spec: bytes,
+        rules: bytes,
+        group_size: int,
+        idempotency_key: str | None = None,
+        channel: Channel = Channel.BATCHES,
+    ) -> tuple[int, bool]:
+        """Enqueue a group: its task id, and whether this call created it.
+
+        Without an `idempotency_key` one is made that lives just long enough for a repetition after a lost answer.
+
+        Raises:
+            QueueFullError: the queue is at its bound.
+            RunStoppedError: the run has stopped itself.
+        """
+        key, ttl_s = idempotency_key, _IDEMPOTENCY_TTL_S
+        if key is None:
+            key, ttl_s = uuid.uuid4().hex, _REPEAT_TTL_S
+        first, second = await self._run("submit", key, ttl_s, spec, group_size, rules, channel.value)
+        if first == b"stopped":
+            raise run_stopped(second.decode())
+        if first == b"full":
+            raise QueueFullError(
+                f"{int(second)} groups wait to start, the bound max_queued_groups; submit again when some have started"
+            )
+        return int(first), second == b"created"
+
+    async def queued(self) -> int:
+        """How many groups for the batches wait to start."""
+        (count,) = await self._ask(("XLEN", self.keys.prompts))
+        return int(count)
+
+    async def end_of_data(self) -> None:
+        """No more groups: the last batch may be partial, and readers come to an end."""
+        await self._run("end_of_data")
