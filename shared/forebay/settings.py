@@ -118,13 +118,23 @@ class Settings(_Base):
         return f"{self.experiment_name}/{self.trial_name}"
 
     def resolved_redis_url(self) -> str:
-        """Where Redis is. The result may hold a password: hand it to a client, never to a log."""
+        """Where Redis is. The result may hold a password: hand it to a client, never to a log.
+
+        Raises:
+            SettingsError: only the stack that is up in `home` knows, and its URL has a password, which is not written
+                down.
+        """
         if self.redis_url is not None:
             return self.redis_url.get_secret_value()
         try:
             found = json.loads((self.home / "state.json").read_text()).get("redis_url")
         except (OSError, ValueError, AttributeError):
             found = None
+        if found and "***@" in str(found):
+            raise SettingsError(
+                f"the stack in {self.home} uses the Redis at {found}, whose password is not written down: set REDIS_URL "
+                "here too"
+            )
         return str(found or DEFAULT_REDIS_URL)
 
 

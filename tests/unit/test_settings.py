@@ -140,6 +140,12 @@ class TestRedisUrl:
         assert load(Settings, home=tmp_path).resolved_redis_url() == "redis://127.0.0.1:7777/0"
         assert load(Settings, home=tmp_path, redis_url=URL).resolved_redis_url() == URL
 
+    def test_password_of_a_stack(self, tmp_path: Path) -> None:
+        """The password of a stack's Redis is not written down: who needs it is told to set REDIS_URL."""
+        (tmp_path / "state.json").write_text('{"redis_url": "redis://***@10.0.0.1:7777/0"}')
+        with pytest.raises(SettingsError, match=r"\*\*\*@10\.0\.0\.1:7777/0, whose password .* set REDIS_URL"):
+            load(Settings, home=tmp_path).resolved_redis_url()
+
     @pytest.mark.parametrize("state", [None, "", "{", "[]", "{}", '{"redis_url": null}', "\udcff"])
     def test_of_no_stack(self, tmp_path: Path, state: str | None) -> None:
         """Without a stack, or with an unreadable state of one, it is the usual local port."""
