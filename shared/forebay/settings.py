@@ -132,8 +132,8 @@ class Settings(_Base):
             found = None
         if found and "***@" in str(found):
             raise SettingsError(
-                f"the stack in {self.home} uses the Redis at {found}, whose password is not written down: set REDIS_URL "
-                "here too"
+                f"the stack in {self.home} uses the Redis at {found}, whose password is not written down: set "
+                "REDIS_URL here too"
             )
         return str(found or DEFAULT_REDIS_URL)
 
