@@ -13,7 +13,7 @@ from dataclasses import replace
 import structlog
 
 from forebay.errors import FrameError
-from forebay.outcomes import GroupState, RejectReason
+from forebay.outcomes import RejectReason
 from forebay.reward_rules import RewardShaping
 from forebay.store.store import Store
 from forebay.wire.codec import decode_rows
@@ -80,11 +80,6 @@ class Committer:
             dump_folder=folder,
             detail=decision.detail[:_MAX_DETAIL],
         )
-        if not done and folder:
-            # It was cancelled between the file and the commit: the file says otherwise.
-            state, why = await self._store.outcome(group.task_id)
-            if state == GroupState.EVICTED:
-                await self._dumper.mark_evicted(group.task_id, folder, why)
         if done and self._metrics is not None:
             self._metrics.decided(decision.summary, decision.reason)
         if done and decision.reason is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import structlog
 
@@ -34,16 +33,13 @@ class Cutter:
         self,
         store: Store,
         settings: RunSettings,
-        cancelled: Callable[[int], None],
         metrics: CollectorMetrics | None = None,
         dumper: Dumper | None = None,
     ) -> None:
-        """Make a cutter; `cancelled` is called with each evicted group, which may have been running."""
         self._store = store
         self._metrics = metrics or CollectorMetrics(settings)
         self._dumper = dumper
         self._early_cancel = settings.early_cancel
-        self._cancelled = cancelled
         self._batch_size = settings.batch_size
         self._looked = 0.0
 
@@ -83,8 +79,6 @@ class Cutter:
         self._looked = now
         evicted = await self._store.evict_stale(epoch, running_too=self._early_cancel)
         if evicted:
-            for task_id in evicted:
-                self._cancelled(task_id)
             log.info("groups.evicted", count=len(evicted), task_ids=evicted[:20])
 
     async def _rewrite_dumps(self, groups: list[GroupSummary]) -> None:

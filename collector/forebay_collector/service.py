@@ -81,7 +81,7 @@ class Collector:
         self._committer = Committer(
             store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping, self._metrics
         )
-        self._cutter = Cutter(store, rules, self._forget, self._metrics, self._dumper)
+        self._cutter = Cutter(store, rules, self._metrics, self._dumper)
         self._epoch = 0
         self._told: str | None = None
         """Why the run has stopped itself, as far as it was logged."""
@@ -209,9 +209,6 @@ class Collector:
                     self._commits.discard(task)
                     task.result()
             self._commits.add(named_task("commit", self._commit(assembled)))
-
-    def _forget(self, task_id: int) -> None:
-        self._assembler.forget(task_id)
 
     async def _commit(self, group: Assembled) -> None:
         await self._committer.commit(self._epoch, group)

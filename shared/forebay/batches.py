@@ -184,6 +184,7 @@ class AsyncBatchStream:
         self.timeout_s = timeout_s
         """Bounds the wait for each batch; None: no bound."""
         self._after = "0"
+        self._lock = asyncio.Lock()
         self._joined = False
 
     async def __aenter__(self) -> Self:
@@ -204,7 +205,8 @@ class AsyncBatchStream:
     async def next(self, *, meanwhile: Callable[[], Awaitable[None]] | None = None) -> AsyncBatch | None:
         """The next batch; None when the data has ended and everything was handed over.
 
-        `meanwhile` is awaited before each look, several times a second: who also submits does it there.
+        `meanwhile` is awaited after each look that found nothing, several times a second: who also submits does it
+        there.
 
         Raises:
             CollectorUnavailableError: no collector lives.
@@ -212,13 +214,15 @@ class AsyncBatchStream:
             RowsMissingError: Redis has lost rows that the batch counts.
             RunStoppedError: the run has stopped itself; what was cut before is handed over first.
         """
+        async with self._lock:  # callers at once get a batch each
+            return await self._next(meanwhile)
+
+    async def _next(self, meanwhile: Callable[[], Awaitable[None]] | None) -> AsyncBatch | None:
         if not self._joined:
             await self._store.join(self._consumer)
             self._joined = True
         watch = Watch(self._store, self._settings, self.timeout_s)
         while True:
-            if meanwhile is not None:
-                await meanwhile()
             taken = await self._store.take(self._consumer, "reader", self._after)
             if taken.batch is not None:
                 batch = await self._load(taken.batch)
@@ -228,6 +232,8 @@ class AsyncBatchStream:
                 return None
             if taken.stopped is not None:
                 raise run_stopped(taken.stopped)
+            if meanwhile is not None:
+                await meanwhile()
             await watch.check(taken.blocked_at_version)
             await self._store.wait_for_batch(self._after, _POLL_S)
 
@@ -338,10 +344,17 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
         return f"the run has stopped itself: {status.stopped}; mend the cause, then `forebay resume`"
     if not status.collector_alive:
         return f"no collector is alive ({where})"
+    if status.cut == 0 and status.ready < settings.batch_size:
+        ahead = status.delivered_ahead
+        if ahead and ahead + settings.batch_size > status.capacity:
+            return (
+                f"{ahead} groups are handed over ahead of version {status.version}, and max_staleness allows no "
+                f"further batch: push the next version ({where})"
+            )
     if status.in_flight == 0:
         ends = ", ".join(f"{status.count(name)} {name}" for name in ("delivered", "rejected", "evicted"))
         return f"all {status.count('submitted')} submitted groups have ended ({ends}); submit more, or end the data"
-    if not status.workers:
+    if not status.workers and status.in_flight:
         return f"no worker is alive ({where}); start one with `forebay worker`"
     if not status.servers:
         return f"no inference server is registered ({where}); set FOREBAY_SERVERS for the workers"

@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 from forebay.batches import AsyncBatch, AsyncBatchStream, CollectedRollouts, Rollouts
 from forebay.collecting import collect_groups
 from forebay.errors import QueueFullError, SubmitError, VersionError, WeightUpdateError, WorkflowError
-from forebay.feeding import Feed, GroupBuffer
+from forebay.feeding import Feeds, GroupBuffer
 from forebay.options import GroupOptions, resolve_rules
 from forebay.settings import EngineSettings, RunSettings, Settings, load
 from forebay.store.records import Channel, RunStatus
@@ -39,8 +39,8 @@ class AsyncClient:
         self._streams: dict[str, AsyncBatchStream] = {}
         self._buffers: dict[str, GroupBuffer] = {}
         self._prepared: dict[str, AsyncBatch] = {}
-        self._feed: Feed | None = None
-        self._dynamic: bool | None = None
+        self._preparing: dict[str, asyncio.Lock] = {}
+        self._feeds = Feeds()
 
     @classmethod
     async def connect(
@@ -130,6 +130,8 @@ class AsyncClient:
             CollectorUnavailableError: no collector lives.
             RunStoppedError: the run has stopped itself before it ended.
         """
+        if type(task_id) is not int:
+            raise SubmitError(f"task_id={task_id!r}: must be what submit returned")
         return await collect_groups(self._store, self.run_settings, [task_id], timeout_s)
 
     async def rollout_batch(
@@ -184,6 +186,11 @@ class AsyncClient:
         """
         if type(count) is not int or count < 1:
             raise SubmitError(f"count={count!r}: must be an integer of at least 1")
+        if count > self.run_settings.capacity:
+            raise SubmitError(
+                f"count={count} is above the capacity of {self.run_settings.capacity} groups that may be handed over "
+                "before the version moves; ask for fewer, or raise max_staleness, batches_per_version or batch_size"
+            )
         if consumer not in self._buffers:
             self._buffers[consumer] = GroupBuffer(self.batches(consumer))
         return await self._buffers[consumer].take(count, timeout_s)
@@ -209,7 +216,7 @@ class AsyncClient:
             workflow: runs them.
             workflow_kwargs: its arguments.
             dynamic_bs: cut a batch once ``batch_size`` groups were accepted or rejected, with those accepted, instead
-                of waiting for so many accepted ones.
+                of waiting for so many accepted ones. It is the run's: the last call, of whichever client, decides.
             consumer: the cursor on the batches.
             timeout_s: bounds the wait.
             **options: of the groups.
@@ -218,26 +225,26 @@ class AsyncClient:
             SubmitError: a prompt, or the workflow, cannot be submitted; or the dataloader gives nothing.
             StallError, CollectorUnavailableError, RowsMissingError, RunStoppedError: as for the batch stream.
         """
-        if (before := self._prepared.pop(consumer, None)) is not None:
-            await before.ack()
-        if dynamic_bs != self._dynamic:
-            await self._store.set_dynamic(dynamic_bs)
-            self._dynamic = dynamic_bs
-        if self._feed is None or self._feed.dataloader is not dataloader:
-            self._feed = Feed(dataloader)
-        feed = self._feed
+        if type(dynamic_bs) is not bool:
+            raise SubmitError(f"dynamic_bs={dynamic_bs!r}: must be True or False")
+        feed = self._feeds.of(dataloader)
 
         async def submit(item: dict[str, Any]) -> int:
             return await self.submit(item, workflow, workflow_kwargs, **options)
 
         async def keep_full() -> None:
-            await feed.top_up(self.run_settings.batch_size - await self._store.queued(), submit)
+            await feed.keep_full(self._store, self.run_settings.batch_size, submit)
 
-        stream = self._streams.setdefault(consumer, self.batches(consumer))
-        stream.timeout_s = timeout_s
-        while (batch := await stream.next(meanwhile=keep_full)) is None:
-            await keep_full()  # somebody else has ended the data; what is submitted here opens it again
-        self._prepared[consumer] = batch
+        async with self._preparing.setdefault(consumer, asyncio.Lock()):
+            if (before := self._prepared.get(consumer)) is not None:
+                await before.ack()
+                del self._prepared[consumer]
+            await self._store.set_dynamic(dynamic_bs)
+            stream = self._streams.setdefault(consumer, self.batches(consumer))
+            stream.timeout_s = timeout_s
+            while (batch := await stream.next(meanwhile=keep_full)) is None:
+                await keep_full()  # somebody else has ended the data; what is submitted here opens it again
+            self._prepared[consumer] = batch
         return batch
 
     async def end_of_data(self) -> None:

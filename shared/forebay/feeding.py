@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
 from forebay.batches import AsyncBatch, AsyncBatchStream, Rollouts, concatenated
 from forebay.errors import QueueFullError, SubmitError
+from forebay.store.store import Store
 
-__all__ = ["Feed", "GroupBuffer"]
+__all__ = ["Feed", "Feeds", "GroupBuffer"]
+
+
+_FEEDS = 16
+
+
+class Feeds:
+    """A feed for each dataloader, by identity; of more than a few the least recently used begins anew."""
+
+    def __init__(self) -> None:
+        self._feeds: OrderedDict[int, Feed] = OrderedDict()
+
+    def of(self, dataloader: Iterable[Any]) -> Feed:
+        """The feed of `dataloader`, where it was. Raises SubmitError if it cannot be one."""
+        if not isinstance(dataloader, Iterable) or isinstance(dataloader, (str, bytes, dict)):
+            raise SubmitError(f"dataloader is a {type(dataloader).__name__}; it must give prompts, or lists of prompts")
+        feed = self._feeds.setdefault(id(dataloader), Feed(dataloader))  # which keeps it, so its id stays its own
+        self._feeds.move_to_end(id(dataloader))
+        if len(self._feeds) > _FEEDS:
+            self._feeds.popitem(last=False)
+        return feed
 
 
 class Feed:
@@ -21,26 +42,51 @@ class Feed:
         self.dataloader = dataloader
         self._iterator: Iterator[Any] = iter(())
         self._waiting: deque[dict[str, Any]] = deque()
+        self._lock = asyncio.Lock()
 
-    async def top_up(self, want: int, submit: Callable[[dict[str, Any]], Awaitable[object]]) -> None:
-        """Submit the next `want` prompts, or fewer where the queue is full. Raises SubmitError."""
-        for _ in range(want):
-            if not self._waiting:
-                # In a thread: a dataloader may read files, or wait for processes of its own.
-                self._waiting.extend(await asyncio.to_thread(self._more))
-            try:
-                await submit(self._waiting[0])
-            except QueueFullError:
-                return
-            self._waiting.popleft()
+    async def keep_full(
+        self, store: Store, batch_size: int, submit: Callable[[dict[str, Any]], Awaitable[object]]
+    ) -> None:
+        """Submit until a batch's worth of prompts waits to start, or the queue is full.
+
+        Raises:
+            SubmitError: a prompt cannot be submitted, which is left out from then on; or the dataloader gives nothing
+                more, and what is on its way cannot make a batch.
+        """
+        async with self._lock:
+            for _ in range(batch_size - await store.queued()):
+                if not self._waiting:
+                    # In a thread: a dataloader may read files, or wait for processes of its own.
+                    self._waiting.extend(await asyncio.to_thread(self._more))
+                if not self._waiting:
+                    if await store.batch_possible(batch_size):
+                        return  # what was submitted before comes first
+                    raise SubmitError(
+                        "the dataloader gave no prompt in a whole epoch, and too few groups are left for a batch; it "
+                        "must give dicts, or lists of dicts, each time it is gone through"
+                    )
+                item = self._waiting.popleft()
+                try:
+                    await submit(item)
+                except QueueFullError:
+                    self._waiting.appendleft(item)
+                    return
 
     def _more(self) -> list[dict[str, Any]]:
         for _ in range(2):
             for item in self._iterator:
-                if items := [item] if isinstance(item, dict) else list(item):
+                if items := _prompts(item):
                     return items
             self._iterator = iter(self.dataloader)  # the next epoch
-        raise SubmitError("the dataloader gave no prompt in a whole epoch; it must give dicts, or lists of dicts")
+        return []
+
+
+def _prompts(item: Any) -> list[dict[str, Any]]:
+    if isinstance(item, dict):
+        return [item]
+    if isinstance(item, (list, tuple)):
+        return list(item)
+    raise SubmitError(f"the dataloader gave a {type(item).__name__}; it must give prompts (dicts), or lists of them")
 
 
 class GroupBuffer:
@@ -48,6 +94,7 @@ class GroupBuffer:
 
     def __init__(self, stream: AsyncBatchStream) -> None:
         self._stream = stream
+        self._lock = asyncio.Lock()
         self._left: deque[tuple[AsyncBatch, int]] = deque()
         self._done: list[AsyncBatch] = []
 
@@ -56,6 +103,10 @@ class GroupBuffer:
 
         Whoever asks again has trained on what it got before: those batches are acknowledged then.
         """
+        async with self._lock:
+            return await self._take(count, timeout_s)
+
+    async def _take(self, count: int, timeout_s: float | None) -> Rollouts | None:
         self._stream.timeout_s = timeout_s
         while self._done:
             await self._done[0].ack()

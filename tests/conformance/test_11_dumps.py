@@ -35,7 +35,7 @@ from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import BatchIndex, GroupRules, GroupSummary, RowSummary, SlotHeader
 from forebay.wire.rows import Row
 from forebay_collector.accept import AcceptFilter
-from forebay_collector.assembler import Assembled
+from forebay_collector.assembler import Assembled, Assembler
 from forebay_collector.committer import Committer
 from forebay_collector.cutter import Cutter
 from forebay_collector.dump import Dumper
@@ -239,27 +239,21 @@ class TestRewriting:
         assert await driver.store.evicted_dumps() == []
         assert lines(tmp_path / "dumps", task)[0]["outcome"] == "evicted"
 
-    async def test_cancelled_between_its_file_and_its_commit(
-        self, driver: Driver, dump: dict[str, Any], tmp_path: Path
-    ) -> None:
-        """11, 6: a group that an early cancel takes while it is being committed is marked too."""
-
-        class Slow(Dumper):
-            """Between its file and the commit the group is cancelled."""
-
-            async def write(self, *args: Any) -> bool:
-                done = await super().write(*args)
-                assert await driver.store.evict_stale(driver.epoch, running_too=True) == [task]
-                return done
-
-        dumper = Slow(RunSettings(**dump), RUN)
-        await dumper.open()
-        (task,) = await driver.submit(1, size=1)
-        headers = await published(driver, task, [versions(0, 0)])
-        await driver.store._redis.hset(driver.store.keys.group(task), "head", 0)  # type: ignore[misc]
+    async def test_cancelled_early(self, driver: Driver, dumper: Dumper, tmp_path: Path) -> None:
+        """11, 6: a running group that is cancelled has a file of what it had, and is marked."""
+        (task,) = await driver.submit(1, size=2)
+        await driver.admit()
+        first, _ = await driver.claim()
+        await driver.publish(first, version=0)
         await driver.store.set_version(2)
-        await committer(driver, dumper).commit(driver.epoch, Assembled(task, 1, GroupRules(1), headers))
-        await dumper.close()
+        await driver.store.evict_stale(driver.epoch, running_too=True)
+        assembler = Assembler()
+        assembler.open(task, GroupRules(1), 2)
+        ended = [assembler.add(entry) for entry in await driver.store.read_results("0", 10, 0.01)]
+        (group,) = [one for one in ended if one is not None]
+        await committer(driver, dumper).commit(driver.epoch, group)
+        for found, folder, reason in await driver.store.evicted_dumps():
+            await dumper.mark_evicted(found, folder, reason)
         (line,) = lines(tmp_path / "dumps", task)
         assert (line["outcome"], line["reason"]) == ("evicted", "stale: head version 0, training at version 2")
 
@@ -268,7 +262,7 @@ class TestRewriting:
         root = tmp_path / "dumps"
         norm = NormConfig(mean_level="batch", std_level=None)
         rules = RunSettings(batch_size=2)
-        cutter = Cutter(driver.store, rules, [].append, CollectorMetrics(rules), dumper)
+        cutter = Cutter(driver.store, rules, CollectorMetrics(rules), dumper)
         tasks = []
         for version, reward in ((0, 2.0), (1, 6.0)):
             tasks += await driver.submit(1, size=1)

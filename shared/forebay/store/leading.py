@@ -69,11 +69,6 @@ class CollectorCalls(StoreBase):
         )
         return (rules, int(size), int(parent) if parent else None) if state == b"running" else None
 
-    async def outcome(self, task_id: int) -> tuple[str, str]:
-        """``(state, reason)`` of a group, empty where it is not known."""
-        ((state, why),) = await self._ask(("HMGET", self.keys.group(task_id), "st", "why"))
-        return (state or b"").decode(), (why or b"").decode()
-
     async def commit(
         self, epoch: int, task_id: int, decision: str, *, reason: str = "", summary: bytes = b"", head: int = -1,
         dump_folder: str = "", detail: str = "",
@@ -118,7 +113,7 @@ class CollectorCalls(StoreBase):
 
     async def set_dynamic(self, dynamic: bool) -> None:
         """Whether batches are cut once accepted and rejected groups reach the batch size."""
-        await self._ask(("HSET", self.keys.state, "dynamic", int(dynamic)), ("LPUSH", self.keys.wake_cutter, "1"))
+        await self._run("dynamic", int(dynamic))
 
     async def reap(self, epoch: int, most: int = 500) -> tuple[int, int]:
         """Supersede attempts with ended leases, close groups past their deadline: how many of each."""

@@ -50,6 +50,14 @@ class ProducerCalls(StoreBase):
         (count,) = await self._ask(("XLEN", self.keys.prompts))
         return int(count)
 
+    async def batch_possible(self, batch_size: int) -> bool:
+        """Whether what is on its way may still make a batch without another prompt."""
+        keys = self.keys
+        queued, running, ready, cut = await self._ask(
+            ("XLEN", keys.prompts), ("SCARD", keys.running), ("ZCARD", keys.ready), ("HLEN", keys.cut)
+        )
+        return bool(cut) or queued + running + ready >= batch_size
+
     async def end_of_data(self) -> None:
         """No more groups: the last batch may be partial, and readers come to an end."""
         await self._run("end_of_data")

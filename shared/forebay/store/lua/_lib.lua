@@ -70,6 +70,29 @@ local function settle(task, idx, attempt, header)
   call('HSET', group_key(task), 'd' .. idx, attempt, 'e' .. idx, entry)
 end
 
+-- The attempt that a slot is filled with by nobody: a result that comes late is then a duplicate, not a repeated call.
+local NOBODY = 0
+
+local function failure(task, idx, attempt, kind, reason)
+  return cmsgpack.pack({task = tonumber(task), idx = tonumber(idx), attempt = tonumber(attempt),
+                        outcome = 'failed', kind = kind, reason = reason})
+end
+
+-- Ends the open slots of a group as failed(timeout): how many.
+local function close_slots(task, reason)
+  local g, closed = group_key(task), 0
+  for idx = 0, tonumber(call('HGET', g, 'n')) - 1 do
+    local slot = call('HMGET', g, 'd' .. idx, 'a' .. idx)
+    if not slot[1] then
+      retire(task, idx, slot[2])
+      settle(task, idx, NOBODY, failure(task, idx, slot[2], 'timeout', reason))
+      count('slots:failed')
+      closed = closed + 1
+    end
+  end
+  return closed
+end
+
 -- Stops the run: nothing more is admitted or claimed, and readers are told why, until somebody resumes it.
 local function stop_run(reason)
   if call('HSETNX', STATE, 'stopped', reason) == 1 then count('stops') end

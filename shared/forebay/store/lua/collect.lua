@@ -25,8 +25,7 @@ if state == 'held' or state == 'ready' then
   end
   if state == 'ready' then
     call('ZREM', key('ready'), task)
-    call('HDEL', g, 'spec', 'rules')
-    call('HINCRBY', STATE, 'ahead', 1)
+    call('HDEL', g, 'spec', 'rules') -- not counted as ahead: whole batches are, and a rest would block the reader
   end
   return hand_over()
 end

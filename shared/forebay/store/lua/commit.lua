@@ -1,6 +1,7 @@
 -- Records the collector's decision on an assembled group, with its counters and the removal of its result entries.
 -- ARGV: epoch, task, 'ready' | 'rejected', reason, summary, head version, dump folder, detail.
--- A group that is stale already is evicted here. Returns 'done', 'noop' (it is not running any more) or 'fenced'.
+-- A group that is stale already is evicted here. Returns 'done', 'evicted' (it was
+-- cancelled while it ran), 'noop' (it is not running any more) or 'fenced'.
 local epoch, task, decision, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 if fenced(epoch) then return 'fenced' end
 local g = group_key(task)
@@ -25,7 +26,10 @@ local function to_ready()
   if stale_at(task, version) then evict(task, version) end
 end
 
-if decision == 'ready' then
+if call('HEXISTS', g, 'cancelled') == 1 then -- whatever was decided on what it has
+  evict(task, version_at_training(cut_ahead()))
+  return 'evicted'
+elseif decision == 'ready' then
   if number('max_requeues', 0) == 0 or direct ~= '' then call('HDEL', g, 'spec', 'rules') end
   call('HSET', g, 'sum', ARGV[5], 'head', ARGV[6])
   call('HDEL', STATE, 'streak:groups', 'streak:groups:first')

@@ -25,6 +25,6 @@ end
 call('HSET', batch_key(batch), 'st', 'unread')
 call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
 call('HINCRBY', STATE, 'cut_batches', 1)
-call('HSET', STATE, 'settled', math.max(0, number('settled', 0) - number('B', 1)))
+call('HSET', STATE, 'settled', call('ZCARD', key('ready'))) -- of those rejected so far the next batch knows nothing
 count('batches_cut')
 return {'cut', tostring(batch)}

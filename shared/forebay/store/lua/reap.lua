@@ -3,14 +3,6 @@
 if fenced(ARGV[1]) then return {-1, 0} end
 local now, most = now_ms(), tonumber(ARGV[2])
 
--- The attempt that such a slot is filled with: a result that comes late is then a duplicate, not a repeated call.
-local NOBODY = 0
-
-local function failure(task, idx, attempt, kind, reason)
-  return cmsgpack.pack({task = tonumber(task), idx = tonumber(idx), attempt = tonumber(attempt),
-                        outcome = 'failed', kind = kind, reason = reason})
-end
-
 local expired = call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, most)
 for _, m in ipairs(expired) do
   local task, idx, attempt = string.match(m, '^(%d+):(%d+):(%d+)$')
@@ -34,15 +26,9 @@ for _, task in ipairs(late) do
   local g = group_key(task)
   call('ZREM', key('deadlines'), task)
   if call('HGET', g, 'st') == 'running' then
-    for idx = 0, tonumber(call('HGET', g, 'n')) - 1 do
-      local slot = call('HMGET', g, 'd' .. idx, 'a' .. idx)
-      if not slot[1] then
-        retire(task, idx, slot[2])
-        settle(task, idx, NOBODY, failure(task, idx, slot[2], 'timeout', 'the deadline of the group passed'))
-        count('failures:timeout')
-        count('slots:failed')
-        note_failure('timeout', 'the deadline of the group passed')
-      end
+    for _ = 1, close_slots(task, 'the deadline of the group passed') do
+      count('failures:timeout')
+      note_failure('timeout', 'the deadline of the group passed')
     end
   end
 end

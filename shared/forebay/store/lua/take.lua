@@ -83,5 +83,8 @@ local waiting = call('ZCARD', key('ready')) + call('HLEN', key('cut'))
 if call('HEXISTS', STATE, 'eod') == 1 and queued + running + waiting == 0 then return {'end'} end
 local stopped = call('HGET', STATE, 'stopped')
 if stopped then return {'stopped', stopped} end
-if number('ahead', 0) >= capacity() then return {'blocked', call('HGET', STATE, 'version')} end
+-- What may still be in flight cannot make a batch: nothing comes before the version moves.
+local dynamic = call('HGET', STATE, 'dynamic') == '1'
+if number('ahead', 0) >= capacity() or (not dynamic and number('cut_batches', 0) == 0
+    and capacity() - number('ahead', 0) < number('B', 1) and call('ZCARD', key('ready')) < number('B', 1)) then return {'blocked', call('HGET', STATE, 'version')} end
 return {'empty'}
