@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Annotated
 
+import structlog
 import typer
 
 __all__ = ["register"]
@@ -24,7 +26,7 @@ def collector(
     A second one stands by and takes over.
     """
     from forebay.http_metrics import HttpSettings, Listen
-    from forebay.settings import RunSettings, Settings, load
+    from forebay.settings import RunSettings, Settings, load, unknown_variables
     from forebay_collector.service import run_collector
     from forebay_collector.settings import CollectorSettings
 
@@ -40,4 +42,6 @@ def collector(
             port_setting="FOREBAY_COLLECTOR_HTTP_PORT",
             host_setting="FOREBAY_COLLECTOR_HTTP_HOST",
         )
+    for name, meant in unknown_variables(os.environ):
+        structlog.get_logger(__name__).warning("setting.unknown", variable=name, meant=meant)
     asyncio.run(run_collector(load(Settings), rules, listen))

@@ -358,6 +358,12 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
         return f"no worker is alive ({where}); start one with `forebay worker`"
     if not status.servers:
         return f"no inference server is registered ({where}); set FOREBAY_SERVERS for the workers"
+    if status.workers and all(about.get("servers_healthy") == 0 for about in status.workers.values()):
+        return f"no inference server answers ({', '.join(status.servers)}; {where})"
+    reasons = {name.removeprefix("rejected:"): n for name, n in status.counters.items() if name.startswith("rejected:")}
+    if reasons:
+        most = max(reasons, key=lambda name: reasons[name])
+        where += f"; rejected so far: {status.count('rejected')}, most of them {most} ({reasons[most]})"
     if status.running == direct == 0 and status.ready < settings.batch_size and status.queued == 0:
         return f"too few groups for a batch ({where}); submit more, or end the data (`forebay end`)"
     return where

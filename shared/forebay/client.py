@@ -96,6 +96,11 @@ class AsyncClient:
             QueueFullError: ``max_queued_groups`` groups wait to start.
             RunStoppedError: the run has stopped itself.
         """
+        for name, value in (("is_eval", is_eval), ("batched", batched)):
+            if type(value) is not bool:
+                raise SubmitError(f"{name}={value!r}: must be True or False")
+        if idempotency_key is not None and (not isinstance(idempotency_key, str) or not idempotency_key):
+            raise SubmitError(f"idempotency_key={idempotency_key!r}: must be a string that is not empty, or None")
         channel = Channel.EVAL if is_eval else Channel.BATCHES if batched else Channel.DIRECT
         size, rules = resolve_rules(options, self.run_settings, is_eval=is_eval)
         packed = self._spec(data, workflow, workflow_kwargs, is_eval=is_eval).pack()
@@ -176,6 +181,8 @@ class AsyncClient:
         **options: Unpack[GroupOptions],
     ) -> CollectedRollouts:
         """As :meth:`rollout_batch`, for evaluation: the episodes know it, and dumps go to ``eval-rollout``."""
+        if "is_eval" in options:
+            raise SubmitError("evaluate is for evaluation alone; with is_eval of your own call rollout_batch")
         return await self.rollout_batch(data, workflow, workflow_kwargs, is_eval=True, timeout_s=timeout_s, **options)
 
     async def wait(self, count: int, *, consumer: str = "trainer", timeout_s: float | None = None) -> Rollouts | None:

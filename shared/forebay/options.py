@@ -85,6 +85,17 @@ def _minimum(explicit: int | None, size: int, norm: NormConfig | None, run: RunS
 
 def _filter_name(function: Any, allowlist: Sequence[str]) -> str:
     name = name_callable(function, allowlist, "should_accept_fn")
-    if inspect.iscoroutinefunction(import_object(name, allowlist) if isinstance(function, str) else function):
+    found = import_object(name, allowlist) if isinstance(function, str) else function
+    if inspect.iscoroutinefunction(found):
         raise SubmitError(f"should_accept_fn: {name} is a coroutine function; a filter is a plain one")
+    if inspect.isclass(found):
+        raise SubmitError(
+            f"should_accept_fn: {name} is a class, whose instances would accept everything; pass a function"
+        )
+    try:
+        inspect.signature(found).bind({})
+    except TypeError as error:
+        raise SubmitError(f"should_accept_fn: {name} cannot be called with the group alone: {error}") from None
+    except ValueError:
+        pass  # a builtin without a signature
     return name

@@ -32,6 +32,8 @@ from forebay.reward_rules import NormConfig, RewardShaping, norm_of
 
 __all__ = ["EngineSettings", "RunSettings", "Settings", "load", "unknown_variables"]
 
+_LARGEST = 2**31 - 1
+"""Of every number: what Redis scripts and tensors count with, and some 68 years in seconds."""
 MAX_GROUP_SIZE = 4096
 """Slots of one group; Redis starts them all in one step."""
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
@@ -87,7 +89,18 @@ _Name = Annotated[str, AfterValidator(_valid_name)]
 
 
 class _Base(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="FOREBAY_", frozen=True, extra="forbid", populate_by_name=True)
+    # inf would be published as null; nothing here waits for ever.
+    model_config = SettingsConfigDict(
+        env_prefix="FOREBAY_", frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _can_be_counted(cls, value: object, info: ValidationInfo) -> object:
+        counts = not str(info.field_name).startswith("reward_")  # rewards have bounds of their own
+        if counts and isinstance(value, (int, float)) and value > _LARGEST:
+            raise ValueError(f"must be at most {_LARGEST}")
+        return value
 
 
 class Settings(_Base):
@@ -154,8 +167,8 @@ class RunSettings(_Base):
     max_concurrent_direct: int = Field(256, ge=1)
     """Bound on running groups of evaluations and of ``rollout_batch``, which are outside the capacity."""
     fleet_slots: int | None = Field(None, ge=1)
-    """The most slots that the fleet will ever run at once (workers x FOREBAY_WORKER_MAX_SLOTS), to check the bounds
-    above against; None: not checked."""
+    """The most slots that the fleet will ever run at once (workers x FOREBAY_WORKER_MAX_SLOTS), to check the groups of
+    the capacity against; None: not checked."""
     requeue_evicted: bool = False
     """Submit the prompt of an evicted group again, under a new task id that names its parent."""
     max_requeues: int = Field(1, ge=1)
@@ -202,6 +215,8 @@ class RunSettings(_Base):
     attempts_contract: int = Field(1, ge=1)
     max_contract_errors: int = Field(8, ge=1)
     """So many contract errors in a row, of slots or of groups, stop the run."""
+    max_barren_groups: int = Field(100, ge=1)
+    """So many rejected groups in a row stop the run; ``filtered`` ends the row, as acceptance does."""
     failure_window: int = Field(100, ge=1)
     """Over about how many ended slots the shares below are counted."""
     max_failed_share_infra: float = Field(0.9, gt=0, le=1)
@@ -280,12 +295,17 @@ class RunSettings(_Base):
 
     def _check_fleet(self) -> None:
         groups = min(self.max_concurrent, self.capacity)
+        if self.fleet_slots is not None and self.group_size > self.fleet_slots:
+            raise ValueError(
+                f"group_size={self.group_size} is above fleet_slots={self.fleet_slots}: the fleet could not run even "
+                "one group at once; lower group_size, or add workers and raise fleet_slots"
+            )
         if self.fleet_slots is not None and groups * self.group_size > self.fleet_slots:
             raise ValueError(
                 f"min(max_concurrent={self.max_concurrent}, capacity={self.capacity}) = {groups} groups of "
                 f"group_size={self.group_size} are {groups * self.group_size} slots, but the fleet runs at most "
                 f"fleet_slots={self.fleet_slots}: the others would wait while their deadline runs; set max_concurrent "
-                f"to {max(1, self.fleet_slots // self.group_size)}, or add workers and raise fleet_slots"
+                f"to {self.fleet_slots // self.group_size}, or add workers and raise fleet_slots"
             )
 
     @property
@@ -322,7 +342,7 @@ class RunSettings(_Base):
 class EngineSettings(_Base):
     """How a worker, or a trainer that updates weights, talks to inference servers."""
 
-    model_config = SettingsConfigDict(env_prefix="FOREBAY_ENGINE_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="FOREBAY_ENGINE_", frozen=True, extra="forbid", allow_inf_nan=False)
 
     backend: Literal["sglang"] = "sglang"
     connect_timeout_s: float = Field(5.0, gt=0)

@@ -83,6 +83,40 @@ class TestContractErrors:
             == f"3 groups in a row broke the contract (max_contract_errors); the first: mixed kinds in {tasks[0]}"
         )
 
+    async def test_other_endings_end_the_row(self, store: Store, driver: Driver) -> None:
+        """4.5: in a row: a rejected slot, a failure of another kind, or a filtered group comes in between."""
+        for _ in range(3):
+            await fail_slots(driver, FailureKind.CONTRACT, 2)
+            await fail_slots(driver, FailureKind.TIMEOUT, 1)
+            await reject(driver, 2, "contract_error")
+            await reject(driver, 1, "filtered")
+        assert await store.stopped() is None
+
+
+class TestBarrenGroups:
+    """Case 6: a run that brings nothing to train on stops, whatever the reasons."""
+
+    async def test_in_a_row_whatever_the_reason(self, store: Store, driver: Driver) -> None:
+        """Case 6: the run stops with the first group's reason and text, also where the reasons differ."""
+        await driver.lead(max_staleness=99, max_barren_groups=4)
+        await reject(driver, 1, "no_usable_slot", "2 x failed(data): boom")
+        await reject(driver, 2, "accept_error")
+        assert await store.stopped() is None
+        await reject(driver, 1, "below_minimum")
+        assert await store.stopped() == (
+            "4 groups in a row brought nothing to train on (max_barren_groups); the first: "
+            "no_usable_slot: 2 x failed(data): boom"
+        )
+
+    @pytest.mark.parametrize("good", ["filtered", ""])
+    async def test_a_judged_group_ends_the_row(self, store: Store, driver: Driver, good: str) -> None:
+        """A group that was accepted, or that the filter has judged, shows that the run works."""
+        await driver.lead(max_staleness=99, max_barren_groups=3)
+        for _ in range(3):
+            await reject(driver, 2, "missing_reward")
+            await reject(driver, 1, good)
+        assert await store.stopped() is None
+
 
 class TestShares:
     """4.2: a budget per kind for the run, a share of recent slots."""
@@ -145,6 +179,16 @@ class TestStopped:
         assert await store.stopped() is None
         await succeed_slots(driver, 1)
         assert (await driver.check()).count("stops") == 1
+
+
+async def reject(driver: Driver, count: int, reason: str, detail: str = "") -> None:
+    """Let that many groups, whose slots are usable, be rejected for `reason`, or accepted without one."""
+    tasks = await driver.submit(count, size=1)
+    await driver.admit()
+    for attempt in await driver.claim():
+        await driver.publish(attempt)
+    for task in tasks:
+        await driver.commit(task, size=1, reason=reason, detail=detail)
 
 
 async def fail_slots_directly(driver: Driver, count: int) -> None:

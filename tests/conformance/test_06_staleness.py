@@ -155,6 +155,22 @@ class TestCapacity:
         status = await driver.check()
         assert status.delivered_ahead == 4
 
+    async def test_a_rest_of_a_batch_is_told_too(self, store: Store, driver: Driver) -> None:
+        """6: what is ahead leaves no room for a whole batch: the reader is told, it does not wait for ever."""
+        await driver.lead(max_staleness=0, batch_size=4)
+        await driver.finish(4)
+        await driver.cut(4)
+        await driver.take_batch()
+        await driver.lead(max_staleness=0, batch_size=3)
+        assert (await store.status()).delivered_ahead == 3, "one batch, of the new size"
+        await store._redis.hset(store.keys.state, "ahead", 1)  # type: ignore[misc]
+        await driver.submit(5)
+        await driver.run_admitted()
+        assert (await store.status()).ready == 2
+        assert (await driver.take()).blocked_at_version == 0
+        await store.set_version(1)
+        assert (await driver.take()).blocked_at_version is None
+
 
 class TestEviction:
     """6: eviction at assembly, while a group waits, at the cut, before the first read, and at a hand-over by id."""
@@ -368,3 +384,19 @@ class TestDynamicBatches:
         await driver.cut(1)
         await driver.commit(tasks[2])
         assert (await store.cut_rule()).settled == 1
+
+    async def test_what_was_rejected_before_does_not_count(self, store: Store, driver: Driver) -> None:
+        """13: what was rejected for one batch, or while batches were whole, makes no later one smaller."""
+        await driver.lead(max_staleness=9)
+        tasks = await driver.submit(6)
+        await driver.admit()
+        for attempt in await driver.claim():
+            await driver.publish(attempt)
+        for task in tasks[:4]:
+            await driver.commit(task, reason="filtered")
+        await store.set_dynamic(True)
+        assert (await store.cut_rule()).settled == 0
+        await driver.commit(tasks[4], reason="filtered")
+        await driver.commit(tasks[5])
+        await store.set_dynamic(True)
+        assert (await store.cut_rule()).settled == 2, "saying the same again changes nothing"

@@ -160,6 +160,12 @@ class TestWait:
                 assert again is not None
                 assert [group.task for group in again.groups] == [group.task for group in first.groups]
 
+    async def test_more_than_can_be_handed_over(self, redis_url: str, run_name: str) -> None:
+        """More groups than the capacity cannot come before the version moves, which nobody does meanwhile."""
+        async with services(redis_url, run_name, batch_size=2, max_staleness=1) as (_, client):
+            with pytest.raises(SubmitError, match="count=5 is above the capacity of 4"):
+                await client.wait(5)
+
     @pytest.mark.parametrize("count", [0, -1, 1.5, True])
     async def test_bad_counts(self, redis_url: str, run_name: str, count: Any) -> None:
         """A count that is none is refused with its value."""
@@ -236,6 +242,49 @@ class TestPrepareBatch:
         async with services(redis_url, run_name) as (_, client):
             with pytest.raises(ValueError, match="no_such_module"):
                 await client.prepare_batch(prompts(1), "no_such_module.Workflow", {}, timeout_s=5)
+
+    async def test_callers_at_once(self, redis_url: str, run_name: str) -> None:
+        """Calls at the same time get a batch each, and no prompt is submitted twice or lost."""
+        items = prompts(64)
+        async with services(redis_url, run_name, batch_size=2, max_staleness=9) as (_, client):
+            got = await asyncio.gather(*(client.prepare_batch(items, WORKFLOW, {}, timeout_s=30) for _ in range(4)))
+            groups = [group.task for batch in got for group in batch.groups]
+            assert len(set(groups)) == 8
+            waited = await asyncio.gather(*(client.wait(1, consumer="other", timeout_s=30) for _ in range(2)))
+            tasks = [group.task for part in waited if part is not None for group in part.groups]
+            assert len(set(tasks)) == 2
+
+    async def test_loaders_in_turn_go_on_where_they_were(self, redis_url: str, run_name: str) -> None:
+        """13: a dataloader that was passed before goes on where it was."""
+        first, second = _Loader(prompts(64)), _Loader(prompts(64))
+        async with services(redis_url, run_name, batch_size=2, max_staleness=9) as (_, client):
+            for loader in (first, second) * 3:
+                await client.prepare_batch(loader, WORKFLOW, {}, timeout_s=20)
+            assert (first.epochs, second.epochs) == (1, 1)
+
+    async def test_an_iterator_that_ends(self, redis_url: str, run_name: str) -> None:
+        """What a one-shot iterator gave is handed over before its end is an error."""
+        async with services(redis_url, run_name, batch_size=2, max_staleness=9) as (_, client):
+            once = iter(prompts(4))
+            for _ in range(2):
+                assert len((await client.prepare_batch(once, WORKFLOW, {}, timeout_s=20)).groups) == 2
+            with pytest.raises(SubmitError, match="gave no prompt in a whole epoch"):
+                await client.prepare_batch(once, WORKFLOW, {}, timeout_s=20)
+
+    async def test_a_prompt_that_cannot_travel_is_left_out(self, redis_url: str, run_name: str) -> None:
+        """A bad prompt is an error once; the next call goes on after it."""
+        items = [{"ids": [1, 2], "number": object()}, *prompts(8)]
+        async with services(redis_url, run_name, batch_size=2) as (_, client):
+            with pytest.raises(SubmitError, match=r"data\['number'\]"):
+                await client.prepare_batch(items, WORKFLOW, {}, timeout_s=20)
+            assert len((await client.prepare_batch(items, WORKFLOW, {}, timeout_s=20)).groups) == 2
+
+    @pytest.mark.parametrize("loader", [None, 5, "text", {"ids": [1]}, [1, 2]])
+    async def test_bad_dataloaders(self, redis_url: str, run_name: str, loader: Any) -> None:
+        """What gives no prompts is named with its type."""
+        async with services(redis_url, run_name) as (_, client):
+            with pytest.raises(SubmitError, match=r"dataloader (is|gave) an? \w+; it must give prompts"):
+                await client.prepare_batch(loader, WORKFLOW, {}, timeout_s=5)
 
 
 class TestStoppedRun:

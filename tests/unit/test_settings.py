@@ -399,3 +399,25 @@ class TestFleet:
         ):
             load(RunSettings, fleet_slots=64)
         assert load(RunSettings, fleet_slots=64, max_concurrent=8).max_concurrent == 8
+
+    def test_a_group_that_the_fleet_cannot_run(self) -> None:
+        """One group alone is too much: the remedy is its size."""
+        with pytest.raises(SettingsError, match=r"group_size=8 is above fleet_slots=4: .* lower group_size"):
+            load(RunSettings, fleet_slots=4, max_concurrent=1)
+
+
+class TestNumbers:
+    @pytest.mark.parametrize(
+        "name", ["group_deadline_s", "lease_s", "rows_ttl_s", "stall_timeout_s", "retry_backoff_s"]
+    )
+    @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e18])
+    def test_durations_are_finite(self, name: str, value: float) -> None:
+        """Nothing waits for ever, and what is published can be read again."""
+        with pytest.raises(SettingsError, match=f"FOREBAY_{name.upper()}="):
+            load(RunSettings, **{name: value})
+
+    @pytest.mark.parametrize("name", ["batch_size", "max_staleness", "attempts_infra", "max_queued_groups"])
+    def test_integers_can_be_counted(self, name: str) -> None:
+        """Numbers that scripts cannot count with are refused."""
+        with pytest.raises(SettingsError, match=f"FOREBAY_{name.upper()}=.*at most 2147483647"):
+            load(RunSettings, **{name: 10**20})

@@ -117,6 +117,8 @@ class Worker:
             "slots": self._settings.max_slots,
             "busy": self._host.busy,
             "ended": dict(self._runner.ended),
+            "servers": len(self._fleet.stats()),
+            "servers_healthy": sum(server.healthy for server in self._fleet.stats().values()),
         }
 
     def _state(self) -> WorkerState:

@@ -13,7 +13,7 @@ __all__ = ["WorkerSettings"]
 class WorkerSettings(BaseSettings):
     """Read from ``FOREBAY_WORKER_...``."""
 
-    model_config = SettingsConfigDict(env_prefix="FOREBAY_WORKER_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="FOREBAY_WORKER_", frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_slots: int = Field(128, ge=1)
     """Episodes that run at once in this process."""

@@ -37,6 +37,7 @@ class CollectorCalls(StoreBase):
             "max_direct": settings.max_concurrent_direct,
             "max_requeues": settings.max_requeues if settings.requeue_evicted else 0,
             "max_contract_errors": settings.max_contract_errors,
+            "max_barren_groups": settings.max_barren_groups,
             "window": settings.failure_window,
             "held_ms": int(settings.rows_ttl_s * 1000),
             "backoff_ms": int(settings.retry_backoff_s * 1000),

@@ -98,16 +98,25 @@ local function stop_run(reason)
   if call('HSETNX', STATE, 'stopped', reason) == 1 then count('stops') end
 end
 
+-- One more of something bad in a row: past `most` of them the run stops, with the first one's reason.
+local function one_in_a_row(row, reason, most, what)
+  call('HSETNX', STATE, 'streak:' .. row .. ':first', reason)
+  local streak = call('HINCRBY', STATE, 'streak:' .. row, 1)
+  if streak >= most then
+    stop_run(streak .. ' ' .. what .. '; the first: ' .. call('HGET', STATE, 'streak:' .. row .. ':first'))
+  end
+end
+
+local function end_row(row) call('HDEL', STATE, 'streak:' .. row, 'streak:' .. row .. ':first') end
+
 -- A slot has failed for good. The share of such slots among the last ones is a decaying mean over about `window` of
 -- them, so that only failures pay for it. Contract errors count in a row besides.
 local function note_failure(kind, reason)
   if kind == 'contract' then
-    call('HSETNX', STATE, 'streak:slots:first', reason)
-    local streak = call('HINCRBY', STATE, 'streak:slots', 1)
-    if streak >= number('max_contract_errors', 8) then
-      stop_run(streak .. ' slots in a row broke the contract (max_contract_errors); the first: '
-        .. call('HGET', STATE, 'streak:slots:first'))
-    end
+    one_in_a_row('slots', reason, number('max_contract_errors', 8),
+      'slots in a row broke the contract (max_contract_errors)')
+  else
+    end_row('slots')
   end
   local limit = number('share:' .. kind, 1)
   if limit >= 1 then return end

@@ -32,7 +32,8 @@ if call('HEXISTS', g, 'cancelled') == 1 then -- whatever was decided on what it 
 elseif decision == 'ready' then
   if number('max_requeues', 0) == 0 or direct ~= '' then call('HDEL', g, 'spec', 'rules') end
   call('HSET', g, 'sum', ARGV[5], 'head', ARGV[6])
-  call('HDEL', STATE, 'streak:groups', 'streak:groups:first')
+  end_row('groups')
+  end_row('barren')
   count('accepted')
   if direct == '' then
     to_ready()
@@ -45,12 +46,16 @@ else
   count('rejected')
   count('rejected:' .. reason)
   if reason == 'contract_error' then
-    call('HSETNX', STATE, 'streak:groups:first', ARGV[8])
-    local streak = call('HINCRBY', STATE, 'streak:groups', 1)
-    if streak >= number('max_contract_errors', 8) then
-      stop_run(streak .. ' groups in a row broke the contract (max_contract_errors); the first: '
-        .. call('HGET', STATE, 'streak:groups:first'))
-    end
+    one_in_a_row('groups', ARGV[8], number('max_contract_errors', 8),
+      'groups in a row broke the contract (max_contract_errors)')
+  else
+    end_row('groups')
+  end
+  if reason == 'filtered' then
+    end_row('barren') -- the filter has judged: nothing is wrong with the run
+  else
+    one_in_a_row('barren', reason .. ': ' .. ARGV[8], number('max_barren_groups', 100),
+      'groups in a row brought nothing to train on (max_barren_groups)')
   end
 end
 wake('admission')

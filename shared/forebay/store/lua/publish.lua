@@ -30,8 +30,8 @@ settle(task, idx, attempt, header)
 count('slots:' .. outcome)
 if outcome == 'failed' then
   note_failure(kind, ARGV[8])
-elseif outcome == 'usable' then
-  call('HDEL', STATE, 'streak:slots', 'streak:slots:first')
+else
+  end_row('slots')
   local head, smallest = tonumber(ARGV[7]), tonumber(call('HGET', g, 'head'))
   if head >= 0 and (not smallest or head < smallest) then call('HSET', g, 'head', head) end
 end
