@@ -266,8 +266,8 @@ class AsyncClient:
             world_size: how many ranks there are. It may differ from before: what the ranks of then had not all
                 acknowledged comes again, dealt anew.
             follows: read what the driving consumer was handed, on a cursor of one's own.
-            resume_after: the id of the last batch that the checkpoint was trained on. Later ones come again, acknowledged
-                ones too, where ``retain_batches`` has kept them. Every rank passes the same.
+            resume_after: the id of the last batch that the checkpoint was trained on. Later ones come again, also those
+                acknowledged, which ``retain_batches`` keeps. Every rank passes the same.
             timeout_s: bounds the wait for each batch; None: no bound.
 
         Raises:

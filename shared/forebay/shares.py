@@ -78,16 +78,17 @@ def _exchange(tokens: Sequence[int], shares: list[list[int]], loads: list[int]) 
             ways.append((abs(gap - 2 * (tokens[place] - length)), place, other))
         if len(shares[full]) > len(shares[empty]):
             ways.append((abs(gap - 2 * tokens[place]), place, None))
-    left, place, other = min(ways, key=lambda way: way[0], default=(gap, 0, None))
-    if left >= gap:
+    best = min(ways, key=lambda way: way[0], default=None)
+    if best is None or best[0] >= gap:
         return False
-    shares[full].remove(place)
-    shares[empty].append(place)
-    moved = tokens[place]
-    if other is not None:
-        shares[empty].remove(other)
-        shares[full].append(other)
-        moved -= tokens[other]
+    _, given, taken = best
+    shares[full].remove(given)
+    shares[empty].append(given)
+    moved = tokens[given]
+    if taken is not None:
+        shares[empty].remove(taken)
+        shares[full].append(taken)
+        moved -= tokens[taken]
     loads[full] -= moved
     loads[empty] += moved
     return True
