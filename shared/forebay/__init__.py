@@ -17,6 +17,7 @@ from forebay.outcomes import FailureKind, GroupState, RejectReason, SlotOutcome
 from forebay.reward_rules import NormConfig
 from forebay.rewards import AsyncRewardWrapper
 from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.shares import ShareOf
 from forebay.tracing import session_context, trace_session
 from forebay.trajectories import TrajBatchMeta, concat_padded_tensors
 from forebay.wire.tensors import RolloutGroup
@@ -53,6 +54,7 @@ __all__ = [
     "Rollouts",
     "RunSettings",
     "Settings",
+    "ShareOf",
     "SlotOutcome",
     "StopReason",
     "TrajBatchMeta",

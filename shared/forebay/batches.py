@@ -10,9 +10,11 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import structlog
 
 from forebay.errors import CollectorUnavailableError, RowsMissingError, StallError
-from forebay.store.records import BatchEntry, RunStatus
+from forebay.shares import ShareOf, deal, tokens_of, trained_tokens_of
+from forebay.store.records import BatchEntry, Cursor, RunStatus
 from forebay.store.store import Store, run_stopped
 from forebay.trajectories import TrajBatchMeta
 from forebay.wire.codec import decode_rows
@@ -34,6 +36,8 @@ __all__ = [
     "explain",
     "load_rows",
 ]
+
+log = structlog.get_logger(__name__)
 
 _POLL_S = 0.25
 _TAKE_OVER_S = 4.0
@@ -134,14 +138,25 @@ class Rollouts:
 
 @dataclass(slots=True, kw_only=True)
 class BatchData(Rollouts):
-    """A batch: after the hand-over its content never changes."""
+    """A batch, or one rank's share of it: after the hand-over its content never changes.
+
+    A share may be empty, where a batch has fewer groups than there are ranks: it has no groups and no rows then,
+    ``tensors()`` is ``{}``, and it is to be acknowledged like any other.
+    """
 
     batch_id: int
     partial: bool
     """Fewer groups than ``batch_size``: the end of the data, or a batch of dynamic size."""
     redelivered: bool
-    """It was handed to this reader before and not acknowledged."""
+    """It was handed to this consumer before."""
     entry: BatchEntry = field(repr=False)
+    share: ShareOf | None = field(default=None, repr=False)
+    """See `share_of`."""
+
+    @property
+    def share_of(self) -> ShareOf:
+        """Which rank's share of which batch this is; a trainer of one rank has the whole."""
+        return self.share or _share_of(self.groups, 0, 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,6 +165,11 @@ class CollectedRollouts(Rollouts):
 
     ended: dict[int, str] = field(default_factory=dict)
     """The others: task id -> ``rejected: REASON`` or ``evicted: REASON``."""
+
+
+def _share_of(groups: Sequence[GroupSummary], rank: int, world_size: int) -> ShareOf:
+    tokens = sum(tokens_of(group) for group in groups)
+    return ShareOf(rank, world_size, len(groups), tokens, sum(trained_tokens_of(group) for group in groups))
 
 
 def concatenated(parts: Sequence[Rollouts]) -> Rollouts:
@@ -167,25 +187,35 @@ class AsyncBatch(BatchData):
     stream: AsyncBatchStream
 
     async def ack(self) -> bool:
-        """The batch is trained on: its rows go. False if that was so already."""
+        """This rank has trained on the batch, which goes when all have. False if that was so already."""
         return await self.stream.ack(self)
 
 
 class AsyncBatchStream:
-    """Reads the batches of a run, one cursor for each consumer name; unacknowledged batches come again.
+    """Reads the batches of a run, one cursor for each rank of a consumer; unacknowledged batches come again.
 
     A reader that raised goes on where it was when it is asked again.
     """
 
-    def __init__(self, store: Store, run_settings: RunSettings, consumer: str, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run_settings: RunSettings,
+        cursor: Cursor,
+        *,
+        resume_after: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         self._store = store
         self._settings = run_settings
-        self._consumer = consumer
+        self._cursor = cursor
+        self._resume_after = resume_after
         self.timeout_s = timeout_s
         """Bounds the wait for each batch; None: no bound."""
         self._after = "0"
         self._lock = asyncio.Lock()
         self._joined = False
+        self._missed: int | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -213,17 +243,22 @@ class AsyncBatchStream:
             StallError: nothing can come before the version moves (after ``stall_timeout_s``), or none came in time.
             RowsMissingError: Redis has lost rows that the batch counts.
             RunStoppedError: the run has stopped itself; what was cut before is handed over first.
+            ConsumerError: another consumer drives the version; pass ``follows=True``.
+            BatchGoneError: a batch after `resume_after` is not kept any more.
         """
         async with self._lock:  # callers at once get a batch each
             return await self._next(meanwhile)
 
     async def _next(self, meanwhile: Callable[[], Awaitable[None]] | None) -> AsyncBatch | None:
         if not self._joined:
-            await self._store.join(self._consumer)
+            if self._resume_after is None:
+                await self._store.join(self._cursor)
+            else:
+                await self._store.resume_after(self._cursor, self._resume_after)
             self._joined = True
         watch = Watch(self._store, self._settings, self.timeout_s)
         while True:
-            taken = await self._store.take(self._consumer, "reader", self._after)
+            taken = await self._store.take(self._cursor, "reader", self._after)
             if taken.batch is not None:
                 batch = await self._load(taken.batch)
                 self._after = taken.batch.entry_id
@@ -235,26 +270,45 @@ class AsyncBatchStream:
             if meanwhile is not None:
                 await meanwhile()
             await watch.check(taken.blocked_at_version)
-            await self._store.wait_for_batch(self._after, _POLL_S)
+            if self._cursor.follows:
+                await asyncio.sleep(_POLL_S)  # a batch of the stream is there for it once the driver has it
+            else:
+                await self._store.wait_for_batch(taken.seen or self._after, _POLL_S)
 
     async def ack(self, batch: BatchData) -> bool:
-        """`batch` is trained on: its rows go. False if that was so already."""
-        return await self._store.ack(self._consumer, batch.entry)
+        """This rank has trained on `batch`, which goes when all have. False if that was so already."""
+        return await self._store.ack(self._cursor, batch.entry)
 
     async def _load(self, entry: BatchEntry) -> AsyncBatch:
         index = BatchIndex.unpack(entry.index)
+        cursor = self._cursor
+        share = deal([tokens_of(group) for group in index.groups], cursor.world_size)[cursor.rank]
+        groups = [index.groups[place] for place in share]
+        self._warn_of_missed(entry)
         batch = AsyncBatch(
             batch_id=entry.batch_id,
             version=entry.version,
-            groups=index.groups,
+            groups=groups,
             partial=index.partial,
             redelivered=entry.redelivered,
-            rows=await load_rows(self._store, index.groups, f"batch {entry.batch_id}"),
+            rows=await load_rows(self._store, groups, f"batch {entry.batch_id}"),
             entry=entry,
             metrics=index.metrics,
+            share=_share_of(index.groups, cursor.rank, cursor.world_size),
         )
         batch.stream = self
         return batch
+
+    def _warn_of_missed(self, entry: BatchEntry) -> None:
+        if self._missed is not None and entry.missed > self._missed:
+            log.warning(
+                "batches.missed",
+                consumer=self._cursor.consumer,
+                batches=entry.missed - self._missed,
+                before=entry.batch_id,
+                remedy="read faster, or raise max_follower_lag",
+            )
+        self._missed = entry.missed
 
 
 async def load_rows(store: Store, groups: Sequence[GroupSummary], where: str) -> list[Row]:

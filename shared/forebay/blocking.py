@@ -55,7 +55,7 @@ class Batch(BatchData):
     _stream: BatchStream
 
     def ack(self) -> bool:
-        """The batch is trained on: its rows go. False if that was so already."""
+        """This rank has trained on the batch, which goes when all have. False if that was so already."""
         return self._stream.ack(self)
 
 
@@ -95,7 +95,7 @@ class BatchStream:
         return batch
 
     def ack(self, batch: BatchData) -> bool:
-        """`batch` is trained on: its rows go. False if that was so already."""
+        """This rank has trained on `batch`, which goes when all have. False if that was so already."""
         return self._loop.run(self._stream.ack(batch))
 
 
@@ -221,9 +221,24 @@ class Client:
         """Say that nothing more will be submitted: the last batch may be partial, and readers come to an end."""
         self._loop.run(self._client.end_of_data())
 
-    def batches(self, consumer: str = "trainer", *, timeout_s: float | None = None) -> BatchStream:
-        """The run's batches from where `consumer` stands; `timeout_s` bounds the wait for each (None: no bound)."""
-        return BatchStream(self._loop, self._client.batches(consumer, timeout_s=timeout_s))
+    def batches(
+        self,
+        consumer: str = "trainer",
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        follows: bool = False,
+        resume_after: int | None = None,
+        timeout_s: float | None = None,
+    ) -> BatchStream:
+        """The run's batches, or one rank's shares of them, from where `consumer` stands."""
+        return BatchStream(
+            self._loop,
+            self._client.batches(
+                consumer, rank=rank, world_size=world_size, follows=follows, resume_after=resume_after,
+                timeout_s=timeout_s,
+            ),
+        )  # fmt: skip
 
     def set_version(self, version: int) -> None:
         """Tell the run that the policy is at `version`. Raises VersionError if that would go backwards."""

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from forebay.batches import explain
 from forebay.blocking import Batch, Client
-from forebay.errors import QueueFullError, RunNotReadyError, SubmitError
+from forebay.errors import ConsumerError, QueueFullError, RunNotReadyError, SubmitError
 from forebay.settings import Settings, load
 from forebay.store.records import RunStatus
 from forebay.wire.values import encode_plain
@@ -166,8 +166,16 @@ def _report_bad(bad: list[tuple[int, str]]) -> None:
 def batches(
     count: Annotated[int | None, typer.Option(help="Stop after so many batches.")] = None,
     consumer: Annotated[
-        str, typer.Option(help="Cursor; names share the batches: an ack ends a batch for all.")
-    ] = "trainer",
+        str | None, typer.Option(help="Whose cursor; else `trainer`, with --follow `follower`.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Read what the trainer is handed, beside it; its batches stay its own.")
+    ] = False,
+    rank: Annotated[int, typer.Option(help="Read this rank's share of each batch.")] = 0,
+    world_size: Annotated[int, typer.Option(help="Of how many ranks; a batch is done with when all have it.")] = 1,
+    resume_after: Annotated[
+        int | None, typer.Option(help="The last batch id that is done with: later ones come again, if they are kept.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds to wait for each batch.")] = None,
     ack: Annotated[bool, typer.Option("--ack/--no-ack", help="Acknowledge; else the batches come again.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a batch.")] = False,
@@ -176,8 +184,20 @@ def batches(
     ] = False,
 ) -> None:
     """Read batches, and print what is in them."""
+    if follow and advance:
+        raise ConsumerError("--advance with --follow: who follows does not move the version; leave one of them out")
     seen = 0
-    with Client.connect() as client, client.batches(consumer, timeout_s=timeout) as stream:
+    with (
+        Client.connect() as client,
+        client.batches(
+            consumer or ("follower" if follow else "trainer"),
+            rank=rank,
+            world_size=world_size,
+            follows=follow,
+            resume_after=resume_after,
+            timeout_s=timeout,
+        ) as stream,
+    ):
         while count is None or seen < count:
             batch = stream.next()
             if batch is None:
@@ -197,6 +217,9 @@ def _batch_form(batch: Batch) -> dict[str, Any]:
         "version": batch.version,
         "partial": batch.partial,
         "tokens": batch.tokens,
+        "rank": batch.share_of.rank,
+        "world_size": batch.share_of.world_size,
+        "batch_groups": batch.share_of.batch_groups,
         "groups": [
             {
                 "task_id": group.task,
@@ -216,6 +239,9 @@ def _batch_line(batch: Batch) -> str:
     mean = f"{sum(known) / len(known):.3f}" if known else "none"
     tasks = ", ".join(str(group.task) for group in batch.groups[:16]) + (", ..." if len(batch.groups) > 16 else "")
     extra = " partial" if batch.partial else ""
+    share = batch.share_of
+    if share.world_size > 1:
+        extra += f", rank {share.rank} of {share.world_size} ({share.batch_groups} groups in all)"
     return (
         f"batch {batch.batch_id}{extra}: {len(batch.groups)} groups, {len(batch.rows)} rows, {batch.tokens} tokens, "
         f"version {batch.version}, mean reward {mean}, tasks {tasks}"

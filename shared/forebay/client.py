@@ -10,11 +10,11 @@ from typing import Any, Self, Unpack
 
 from forebay.batches import AsyncBatch, AsyncBatchStream, CollectedRollouts, Rollouts
 from forebay.collecting import collect_groups
-from forebay.errors import QueueFullError, SubmitError, VersionError, WeightUpdateError, WorkflowError
+from forebay.errors import ConsumerError, QueueFullError, SubmitError, VersionError, WeightUpdateError, WorkflowError
 from forebay.feeding import Feeds, GroupBuffer
 from forebay.options import GroupOptions, resolve_rules
 from forebay.settings import EngineSettings, RunSettings, Settings, load
-from forebay.store.records import Channel, RunStatus
+from forebay.store.records import Channel, Cursor, RunStatus
 from forebay.store.store import Store
 from forebay.weights import UpdatePhase, WeightUpdateResult, update_weights_from_disk
 from forebay.wire.envelopes import GroupSpec
@@ -261,9 +261,38 @@ class AsyncClient:
         """
         await self._store.end_of_data()
 
-    def batches(self, consumer: str = "trainer", *, timeout_s: float | None = None) -> AsyncBatchStream:
-        """The run's batches from where `consumer` stands; `timeout_s` bounds the wait for each (None: no bound)."""
-        return AsyncBatchStream(self._store, self.run_settings, consumer, timeout_s)
+    def batches(
+        self,
+        consumer: str = "trainer",
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        follows: bool = False,
+        resume_after: int | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncBatchStream:
+        """The run's batches, or one rank's shares of them, from where `consumer` stands (docs/trainers.md).
+
+        Args:
+            consumer: names the trainer. One drives the run's version; a second name must follow.
+            rank: from 0; which share of each batch this reader gets. Groups differ by at most one between ranks, and
+                tokens are balanced. A batch is done with once every rank has acknowledged it.
+            world_size: how many ranks there are. It may differ from before: what the ranks of then had not all
+                acknowledged comes again, dealt anew.
+            follows: read what the driving consumer was handed, on a cursor of one's own.
+            resume_after: the id of the last batch that the checkpoint was trained on. Later ones come again, also those
+                acknowledged, which ``retain_batches`` keeps. Every rank passes the same.
+            timeout_s: bounds the wait for each batch; None: no bound.
+
+        Raises:
+            ConsumerError: a ValueError; the name, the rank or the world size is none.
+        """
+        if resume_after is not None and (type(resume_after) is not int or resume_after < 0):
+            raise ConsumerError(f"resume_after={resume_after!r}: must be the id of a batch, or 0 for all")
+        cursor = Cursor(consumer, rank, world_size, follows)
+        return AsyncBatchStream(
+            self._store, self.run_settings, cursor, resume_after=resume_after, timeout_s=timeout_s
+        )  # fmt: skip
 
     async def set_version(self, version: int) -> None:
         """Tell the run that the policy is at `version`. Raises VersionError if that would go backwards."""
@@ -274,7 +303,8 @@ class AsyncClient:
         """A trainer begins again from a checkpoint of `version`, which may be older than the run's.
 
         What it was handed and had not trained on no longer counts as ahead of the version; batches that it had not
-        acknowledged come again, and count again.
+        acknowledged, or that come again by ``batches(resume_after=...)``, count again. Call it once, before any rank
+        reads.
         """
         check_version(version)
         await self._store.recover(version)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "BatchGoneError",
     "CollectorUnavailableError",
     "ConnectionLostError",
+    "ConsumerError",
     "ContractError",
     "EpisodeTimeoutError",
     "FencedError",
@@ -126,6 +128,14 @@ class FrameError(ForebayError, ValueError):
 
 class RowsMissingError(ForebayError, LookupError):
     """The rows of a slot that a batch counts are gone from Redis."""
+
+
+class ConsumerError(ForebayError, ValueError):
+    """A reader of batches that cannot be: a bad name, rank or world size, or a second one that drives the version."""
+
+
+class BatchGoneError(ForebayError, LookupError):
+    """A trainer cannot go on after the batch that its checkpoint names: a later one is not kept, or none is known."""
 
 
 class FencedError(ForebayError, RuntimeError):

@@ -232,6 +232,17 @@ class RunSettings(_Base):
     stall_timeout_s: float = Field(300.0, gt=0)
     """A trainer's read that cannot be served before the version moves is an error after this time."""
 
+    retain_batches: int = Field(0, ge=0, le=1000)
+    """The last so many acknowledged batches are kept, for a trainer that goes back to an older checkpoint
+    (``resume_after``): at least the batches between two checkpoints."""
+    max_retained_bytes: int | None = Field(None, ge=1)
+    """Bound on the rows of acknowledged batches that are kept; past it the oldest go, with a warning. None: no bound
+    but their number."""
+    follower_ttl_s: float = Field(3600.0, ge=1)
+    """Acknowledged batches are kept for readers that follow, unless these have been silent for this long."""
+    max_follower_lag: int = Field(100, ge=0, le=1000)
+    """So many at most; a follower that is further behind misses batches, and is told."""
+
     max_rows_bytes: int = Field(256 * 2**20, ge=1024, le=256 * 2**20)
     """Bound on the encoded rows of one slot; more is failed(data)."""
     rows_ttl_s: float = Field(6 * 3600.0, gt=60)

@@ -250,7 +250,7 @@ class TestPrepareBatch:
             got = await asyncio.gather(*(client.prepare_batch(items, WORKFLOW, {}, timeout_s=30) for _ in range(4)))
             groups = [group.task for batch in got for group in batch.groups]
             assert len(set(groups)) == 8
-            waited = await asyncio.gather(*(client.wait(1, consumer="other", timeout_s=30) for _ in range(2)))
+            waited = await asyncio.gather(*(client.wait(1, timeout_s=30) for _ in range(2)))
             tasks = [group.task for part in waited if part is not None for group in part.groups]
             assert len(set(tasks)) == 2
 

@@ -29,6 +29,7 @@ from forebay import (
     RolloutWorkflow,
     RunSettings,
     Settings,
+    ShareOf,
     StopReason,
     TrajBatchMeta,
     WorkflowLike,
@@ -162,7 +163,9 @@ async def asynchronous() -> None:
                 assert_type(batch.tokens, int)
                 assert_type(batch.rewards_normalized, bool)
                 assert_type(batch.normalized_groups, list[bool])
+                assert_type(batch.share_of, ShareOf)
                 assert_type(await batch.ack(), bool)
+        client.batches(rank=1, world_size=2, follows=True, resume_after=7)
         await client.set_version(await client.version() + 1)
         result = await client.update_weights_from_disk(Path("weights"), 2, on_progress=print)
         assert_type(result.out, list[str])
@@ -178,6 +181,7 @@ def plain() -> None:
                 for batch in stream:
                     assert_type(batch, Batch)
                     assert_type(batch.ack(), bool)
+            assert_type(client.batches("eval", rank=0, world_size=4, follows=True, resume_after=3), BatchStream)
             client.set_version(client.version() + 1)
     except ForebayError as error:
         print(error)

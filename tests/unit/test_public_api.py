@@ -46,6 +46,7 @@ PUBLIC = [
     "Rollouts",
     "RunSettings",
     "Settings",
+    "ShareOf",
     "SlotOutcome",
     "StopReason",
     "TrajBatchMeta",
@@ -58,8 +59,10 @@ PUBLIC = [
     "workflow_context",
 ]
 ERRORS = {
+    "BatchGoneError": LookupError,
     "CollectorUnavailableError": TimeoutError,
     "ConnectionLostError": ConnectionError,
+    "ConsumerError": ValueError,
     "ContractError": ValueError,
     "EpisodeTimeoutError": TimeoutError,
     "FencedError": RuntimeError,

@@ -118,6 +118,26 @@ class Keys:
         return self._key("batches")
 
     @property
+    def batches_kept(self) -> str:
+        """Sorted set: ids of batches that were handed over and are still there, acknowledged ones among them."""
+        return self._key("batches:kept")
+
+    @property
+    def batches_gone(self) -> str:
+        """Sorted set: the last ids of those that went."""
+        return self._key("batches:gone")
+
+    @property
+    def followers(self) -> str:
+        """Sorted set: consumers that follow, by the server time, ms, when they last read or acknowledged."""
+        return self._key("followers")
+
+    @property
+    def followers_missed(self) -> str:
+        """Hash: consumer -> how many batches went before it had read them."""
+        return self._key("followers:missed")
+
+    @property
     def servers(self) -> str:
         """Set: base URLs of inference servers."""
         return self._key("servers")

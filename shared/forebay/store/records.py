@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["BatchEntry", "Channel", "Collected", "CutRule", "Lease", "ResultEntry", "RunStatus", "Taken"]
+from forebay.errors import ConsumerError
+
+__all__ = ["BatchEntry", "Channel", "Collected", "Cursor", "CutRule", "Lease", "ResultEntry", "RunStatus", "Taken"]
+
+
+_CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_MAX_WORLD_SIZE = 65_536
 
 
 class Channel(StrEnum):
@@ -53,6 +60,38 @@ class BatchEntry:
     version: int
     """The version in force at the hand-over."""
     redelivered: bool
+    missed: int = 0
+    """How many batches this follower has been too slow for, since it joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Who reads batches: one rank of a consumer."""
+
+    consumer: str = "trainer"
+    rank: int = 0
+    world_size: int = 1
+    follows: bool = False
+    """It reads beside the consumer that drives the version, what that one was handed."""
+
+    def __post_init__(self) -> None:
+        """Check each part. Raises ConsumerError."""
+        if not isinstance(self.consumer, str) or not _CONSUMER.fullmatch(self.consumer):
+            raise ConsumerError(
+                f"consumer={self.consumer!r}: use 1 to 100 letters, digits, '.', '_' or '-', and start with a letter "
+                "or a digit"
+            )
+        if type(self.world_size) is not int or not 1 <= self.world_size <= _MAX_WORLD_SIZE:
+            raise ConsumerError(f"world_size={self.world_size!r}: must be an integer from 1 to {_MAX_WORLD_SIZE}")
+        if type(self.rank) is not int or not 0 <= self.rank < self.world_size:
+            raise ConsumerError(
+                f"rank={self.rank!r}: must be an integer from 0 to world_size - 1 = {self.world_size - 1}"
+            )
+
+    @property
+    def name(self) -> str:
+        """Of the consumer group."""
+        return self.consumer if self.world_size == 1 else f"{self.consumer}/{self.rank}/{self.world_size}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +101,8 @@ class Taken:
     batch: BatchEntry | None = None
     end: bool = False
     blocked_at_version: int | None = None
+    seen: str | None = None
+    """Where there was no batch: the entry of the stream after which something new comes."""
     stopped: str | None = None
     """Why the run has stopped itself."""
 

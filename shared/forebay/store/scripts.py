@@ -1,8 +1,12 @@
-"""Loads the Lua scripts. Each transition that must happen exactly once is one file in ``lua/``."""
+"""Loads the Lua scripts. Each transition that must happen exactly once is one file in ``lua/``.
+
+``_lib.lua`` comes before each of them, a further library before those whose comments say ``uses _NAME``.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -20,7 +24,9 @@ class Script:
 
 @cache
 def source(name: str) -> Script:
-    """Script `name`, with the shared library before it."""
+    """Script `name`, with the shared libraries before it."""
     folder = files("forebay.store") / "lua"
-    text = (folder / "_lib.lua").read_text() + (folder / f"{name}.lua").read_text()
+    own = (folder / f"{name}.lua").read_text()
+    libraries = ["_lib", *re.findall(r"^--.*\buses (_\w+)$", own, re.MULTILINE)]
+    text = "".join((folder / f"{library}.lua").read_text() for library in libraries) + own
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())

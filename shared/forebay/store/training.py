@@ -4,53 +4,108 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import redis.asyncio as redis_asyncio
+import structlog
 
-from forebay.errors import VersionError
+from forebay.errors import BatchGoneError, ConsumerError, VersionError
 from forebay.store.base import StoreBase, block_ms
-from forebay.store.records import BatchEntry, Collected, Taken
+from forebay.store.records import BatchEntry, Collected, Cursor, Taken
 
 __all__ = ["TrainerCalls"]
+
+log = structlog.get_logger(__name__)
+
+
+def _cursor(reader: Cursor | str) -> Cursor:
+    """`reader`; a name alone is the only rank of a consumer that drives."""
+    return reader if isinstance(reader, Cursor) else Cursor(reader)
 
 
 class TrainerCalls(StoreBase):
     """What a trainer does."""
 
-    async def join(self, consumer_group: str) -> None:
-        """Make a cursor on the batches stream that begins at its start; one that exists is kept."""
+    async def join(self, reader: Cursor | str) -> None:
+        """Make a cursor on the batches stream that begins at its start; one that exists is kept.
 
-        async def create() -> None:
-            try:
-                await self._redis.xgroup_create(self.keys.batches, consumer_group, id="0", mkstream=True)
-            except redis_asyncio.ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
+        The first consumer that does not follow drives the version. Raises ConsumerError for a second one.
+        """
+        cursor = _cursor(reader)
+        if driver := await self._run("join", cursor.name, cursor.consumer, int(cursor.follows)):
+            raise self._driven(cursor, driver)
 
-        await self._ride(create)
+    async def take(self, reader: Cursor | str, name: str, after: str) -> Taken:
+        """Ask for the batch after entry `after`, without waiting; `name` is that of the reading process.
 
-    async def take(self, consumer_group: str, consumer: str, after: str) -> Taken:
-        """Ask for the batch after entry `after`, without waiting."""
-        answer = await self._run("take", consumer_group, consumer, after)
+        A cursor that Redis does not know any more begins anew; what the reader has in hand does not come twice.
+        Raises ConsumerError as :meth:`join` does.
+        """
+        cursor = _cursor(reader)
+        answer = await self._run(
+            "take", cursor.name, name, after, cursor.consumer, cursor.world_size, int(cursor.follows)
+        )
         match answer[0]:
             case b"batch":
-                _, entry, batch, index, version, again = answer
-                return Taken(batch=BatchEntry(entry.decode(), int(batch), index, int(version), bool(again)))
+                _, entry, batch, index, version, again, missed = answer
+                found = BatchEntry(entry.decode(), int(batch), index, int(version), bool(again), int(missed))
+                return Taken(batch=found)
             case b"end":
                 return Taken(end=True)
             case b"blocked":
-                return Taken(blocked_at_version=int(answer[1]))
+                return Taken(blocked_at_version=int(answer[1]), seen=answer[2].decode())
             case b"stopped":
                 return Taken(stopped=answer[1].decode())
+            case b"driven":
+                raise self._driven(cursor, answer[1])
             case _:
-                return Taken()
+                return Taken(seen=answer[1].decode())
+
+    def _driven(self, cursor: Cursor, driver: bytes) -> ConsumerError:
+        run, name = self.keys.run, driver.decode()
+        if cursor.follows:
+            return ConsumerError(
+                f"consumer={name!r} drives the version of run {run}, it cannot follow it: choose another name"
+            )
+        return ConsumerError(
+            f"consumer={name!r} drives the version of run {run}; a second one, {cursor.consumer!r}, would move it too: "
+            f"pass follows=True to read the same batches beside it, or consumer={name!r} to go on where it stands"
+        )
+
+    async def resume_after(self, reader: Cursor, batch_id: int) -> None:
+        """A trainer begins again from a checkpoint that names the last batch it was trained on.
+
+        Raises:
+            BatchGoneError: a later batch is not kept any more, or this Redis does not know that `batch_id` was read.
+            ConsumerError: as for :meth:`join`.
+        """
+        state, *rest = await self._run(
+            "resume_after", reader.name, reader.consumer, reader.world_size, int(reader.follows), batch_id
+        )
+        if state == b"driven":
+            raise self._driven(reader, rest[0])
+        if state == b"gone":
+            raise BatchGoneError(
+                f"cannot go on after batch {batch_id}: batch {int(rest[0])} was acknowledged and is not kept any more; "
+                "resume after a later one, and set retain_batches to the batches between two checkpoints"
+            )
+        if state in {b"unknown", b"unread"}:
+            known = f"its last batch is {int(rest[0])}" if state == b"unknown" else f"batch {int(rest[0])} is unread"
+            raise BatchGoneError(
+                f"cannot go on after batch {batch_id}: in this Redis {known}; it is another run, or Redis has lost "
+                "writes (check its persistence: appendonly yes, appendfsync always)"
+            )
 
     async def wait_for_batch(self, after: str, timeout_s: float) -> None:
         """Wait until the batches stream has an entry after `after`, or `timeout_s` has passed."""
         await self._ride(lambda: self._redis.xread({self.keys.batches: after}, count=1, block=block_ms(timeout_s)))
 
-    async def ack(self, consumer_group: str, batch: BatchEntry) -> bool:
-        """The trainer is done with `batch`: its rows go. False if that was so already."""
-        return bool(await self._run("ack", consumer_group, batch.entry_id, batch.batch_id))
+    async def ack(self, reader: Cursor | str, batch: BatchEntry) -> bool:
+        """This reader is done with `batch`, which goes when nobody needs it. False if that was so already."""
+        cursor = _cursor(reader)
+        first, *dropped = await self._run(
+            "ack", cursor.name, batch.batch_id, cursor.consumer, cursor.world_size, int(cursor.follows)
+        )
+        if dropped:
+            log.warning("batches.dropped", batch_ids=[int(one) for one in dropped], reason="max_retained_bytes")
+        return bool(first)
 
     async def collect(self, task_id: int) -> Collected:
         """Ask for one group, without waiting; what was handed over comes again until :meth:`discard`."""
