@@ -67,6 +67,26 @@ async def test_submit_and_read(redis_url: str, run_name: str, tmp_path: Path) ->
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "end of data\n")
 
 
+async def test_batches_of_ranks_and_followers(redis_url: str, run_name: str) -> None:
+    """Ranks read their shares, who follows reads beside them, and a second driver is told in one line what to do."""
+    async with services(redis_url, run_name, retain_batches=1, max_staleness=9) as (running, client):
+        for _ in range(4):
+            await client.submit({"ids": [1]}, WORKFLOW, {})
+        words = ("batches", "--count", "1", "--timeout", "20", "--json", "--world-size", "2", "--rank")
+        shares = [json.loads((await forebay(*words, str(rank), running=running)).stdout) for rank in range(2)]
+        assert [(share["batch_id"], share["rank"], share["batch_groups"]) for share in shares] == [(1, 0, 2), (1, 1, 2)]
+        assert sorted(group["task_id"] for share in shares for group in share["groups"]) == [1, 2]
+        beside = await forebay("batches", "--follow", "--count", "1", "--timeout", "20", running=running)
+        assert "batch 1: 2 groups" in beside.stdout
+        again = await forebay(*words, "0", "--resume-after", "0", running=running)
+        assert json.loads(again.stdout)["batch_id"] == 1
+        other = await forebay("batches", "--consumer", "other", running=running)
+        assert (other.returncode, other.stderr.count("\n")) == (2, 1)
+        assert "follows=True" in other.stderr
+        both = await forebay("batches", "--follow", "--advance", running=running)
+        assert (both.returncode, both.stderr.count("\n")) == (2, 1)
+
+
 async def test_submit_normalizes(redis_url: str, run_name: str, tmp_path: Path) -> None:
     """--normalize and --no-normalize win over the run's setting; without either it holds (contract 5)."""
     file = tmp_path / "prompts.jsonl"

@@ -66,7 +66,7 @@ class TrainerCalls(StoreBase):
             )
         return ConsumerError(
             f"consumer={name!r} drives the version of run {run}; a second one, {cursor.consumer!r}, would move it too: "
-            f"pass follows=True to read the same batches beside it, or consumer={name!r} to go on where it stands"
+            f"pass follows=True (--follow) to read beside it, or consumer={name!r} to go on where it stands"
         )
 
     async def resume_after(self, reader: Cursor, batch_id: int) -> None:
