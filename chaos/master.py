@@ -193,7 +193,9 @@ class _Master:
                 await asyncio.sleep(max(0.0, left))
                 break
             await asyncio.sleep(blow.gap_s)
-            while not await self._hit(blow) and time.monotonic() < began + duration_s:
+            while time.monotonic() < began + duration_s:
+                if await self._hit(blow):
+                    break
                 await asyncio.sleep(_LOOK_S)  # all of its kind are down just now
         return time.monotonic() - began
 
@@ -310,8 +312,8 @@ class _Master:
         slow = [seconds for seconds in self._recovery.calm_seconds if seconds > bound_s]
         if slow:
             self._faults.append(
-                f"{len(slow)} slots of killed workers stood still for longer than {bound_s:g} s, up to {max(slow):.1f} s, "
-                "with Redis, a server and a worker up"
+                f"{len(slow)} slots of killed workers stood still for longer than {bound_s:g} s, up to "
+                f"{max(slow):.1f} s, with Redis, a server and a worker up"
             )
         if self._recovery.waiting:
             self._faults.append(f"{self._recovery.waiting} slots of killed workers never came back")

@@ -6,6 +6,7 @@ what the worker held just before it is killed, and then again and again; the pol
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Recovery:
             return
         pipe = self._redis.pipeline(transaction=False)
         for slot in self._waiting:
-            pipe.hmget(self._keys.group(slot.task), "st", f"d{slot.idx}", f"a{slot.idx}")
+            pipe.hmget(self._keys.group(slot.task), ["st", f"d{slot.idx}", f"a{slot.idx}"])
         states: list[list[bytes | None]] = await pipe.execute()
         leases: set[bytes] = set(await cast("Awaitable[Any]", self._redis.zrange(self._keys.leases, 0, -1)))
         now = time.monotonic()
@@ -95,7 +96,7 @@ class Recovery:
 
 
 def percentile(values: list[float], share: float) -> float | None:
-    """The smallest value that `share` of `values` do not exceed; None without values."""
+    """The smallest of `values` that at least `share` of them do not exceed; None without values."""
     if not values:
         return None
-    return sorted(values)[min(len(values) - 1, max(0, round(share * len(values) + 0.5) - 1))]
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

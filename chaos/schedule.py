@@ -34,8 +34,8 @@ _TARGETS = {
     Target.WORKER: 4,
     Target.COLLECTOR: 2,
     Target.TRAINER: 2,
-    Target.SERVER: 2,
-    Target.REDIS: 1,
+    Target.REDIS: 2,
+    Target.SERVER: 1,
     Target.PRODUCER: 1,
 }
 """A deck that is dealt and shuffled anew, so that every kind is hit in every dozen blows."""

@@ -21,7 +21,7 @@ from forebay.aio import stop_signal
 
 __all__: list[str] = []
 
-_SECONDS = (0.05, 0.9)
+_SECONDS = (0.02, 0.6)
 """Of a generation, first to last token."""
 
 

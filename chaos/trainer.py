@@ -2,8 +2,8 @@
 
 Its book is its checkpoint. Each hand-over is recorded before anything else is done with it, each step before the new
 weights are pushed; then the batch is acknowledged. One that is started anew goes on at the version after its last step,
-and acknowledges without training what it had trained on and not acknowledged. Now and then it holds two batches at once,
-as a trainer that prefetches.
+and acknowledges without training what it had trained on and not acknowledged. Now and then it holds two batches at
+once, as a trainer that prefetches.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ BOOK = "trainer.jsonl"
 
 _STALL_S = 3.0
 """After this long without a batch, push the weights again: a server that was started anew holds old ones."""
-_PREFETCH_S = 0.3
+_PREFETCH_S = 0.1
 _PREFETCHES = 0.25
-_STEP_S = (0.02, 0.2)
+_STEP_S = (0.0, 0.1)
 _KEEP = 5
 _WAIT_S = 60.0
 _AWAY_S = 0.2

@@ -1,12 +1,12 @@
 """The judgement, from the books alone: pure, so that ``tests/chaos/test_verdict.py`` can show it every kind of fault.
 
-- **lost**: a prompt that was to be submitted and neither reached the trainer nor ended rejected or evicted; and a group,
-  one of its later ids included, that the pipeline counts as delivered and the trainer never got, or of which no end is
-  known.
-- **duplicated**: a group or a prompt in two batches; a batch handed over twice with different content; a key with two
-  task ids.
-- **stale**: a batch trained on at a version that is more than ``max_staleness`` above the oldest weights that one of its
-  groups was sampled with, by the label or by the tokens themselves, whichever is older.
+- **lost**: a prompt that was to be submitted and neither reached the trainer nor ended rejected or evicted; a group that
+  the pipeline counts as delivered and the trainer never got, or of which no end is known; a batch that was handed over
+  and never trained on.
+- **duplicated**: a group or a prompt in two batches; a batch handed over twice with different content, or trained on
+  twice; a key with two task ids.
+- **stale**: a group trained on at a version that is more than ``max_staleness`` above the oldest weights that it was
+  sampled with, by the label or by the tokens themselves, whichever is older.
 """
 
 from __future__ import annotations

@@ -11,8 +11,14 @@ import random
 import uuid
 from typing import Any
 
-from forebay import GenerationHyperparameters, InferenceEngine, Interaction, ModelRequest, RolloutWorkflow
-from forebay import workflow_context
+from forebay import (
+    GenerationHyperparameters,
+    InferenceEngine,
+    Interaction,
+    ModelRequest,
+    RolloutWorkflow,
+    workflow_context,
+)
 
 __all__ = ["TOKENS", "VOCABULARY", "ChaosWorkflow", "fate_of", "read_token", "write_token"]
 
@@ -37,8 +43,10 @@ def read_token(token: int, number: int) -> int | None:
 
 
 def fate_of(seed: int, number: int) -> str:
-    """What becomes of prompt `number`: ``good``; ``flaky``: a slot's first attempt fails; ``half``: every other slot
-    is rejected; ``reject``: all are."""
+    """What becomes of prompt `number`.
+
+    ``flaky``: a slot's first attempt fails; ``half``: every other slot is rejected; ``reject``: all are; else ``good``.
+    """
     return random.Random(f"{seed}:{number}").choices(list(_FATES), list(_FATES.values()))[0]
 
 
@@ -53,9 +61,7 @@ class ChaosWorkflow(RolloutWorkflow):
         context, number, fate = workflow_context.get(), data["number"], data["fate"]
         if fate == "flaky" and context.sample_idx == 0 and context.attempt == 1:
             raise ConnectionError("a tool of this prompt is away at the first attempt")
-        request = ModelRequest(
-            rid=uuid.uuid4().hex, input_ids=[number, context.sample_idx or 0], gconfig=self.gconfig
-        )
+        request = ModelRequest(rid=uuid.uuid4().hex, input_ids=[number, context.sample_idx or 0], gconfig=self.gconfig)
         response = await engine.agenerate(request)
         if fate == "reject" or (fate == "half" and (context.sample_idx or 0) % 2):
             return None
