@@ -21,7 +21,7 @@ from forebay.aio import stop_signal
 
 __all__: list[str] = []
 
-_SECONDS = (0.02, 0.6)
+_SECONDS = (0.1, 1.0)
 """Of a generation, first to last token."""
 
 

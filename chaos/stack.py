@@ -38,7 +38,7 @@ class ChaosConfig:
     """Of workers and of collectors."""
     batch_size: int = 8
     group_size: int = 4
-    max_staleness: int = 1
+    max_staleness: int = 2
 
     def environment(self, urls: Sequence[str]) -> dict[str, str]:
         """The settings of all processes."""
@@ -65,7 +65,7 @@ class ChaosConfig:
             "engine_update_timeout_s": 3,
             "engine_no_server_timeout_s": 10,
             "engine_health_interval_s": 0.2,
-            "worker_max_slots": 24,
+            "worker_max_slots": 10,
             "worker_drain_timeout_s": 0.5,
             "redis_timeout_s": 10,
         }

@@ -1,8 +1,8 @@
 """The judgement, from the books alone: pure, so that ``tests/chaos/test_verdict.py`` can show it every kind of fault.
 
-- **lost**: a prompt that was to be submitted and neither reached the trainer nor ended rejected or evicted; a group that
-  the pipeline counts as delivered and the trainer never got, or of which no end is known; a batch that was handed over
-  and never trained on.
+- **lost**: a prompt that was to be submitted and neither reached the trainer nor ended rejected or evicted; a group
+  that the pipeline counts as delivered and the trainer never got, or of which no end is known; a batch that was handed
+  over and never trained on.
 - **duplicated**: a group or a prompt in two batches; a batch handed over twice with different content, or trained on
   twice; a key with two task ids.
 - **stale**: a group trained on at a version that is more than ``max_staleness`` above the oldest weights that it was
