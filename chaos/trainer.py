@@ -32,7 +32,7 @@ _STALL_S = 3.0
 """After this long without a batch, push the weights again: a server that was started anew holds old ones."""
 _PREFETCH_S = 0.1
 _PREFETCHES = 0.25
-_STEP_S = (0.0, 0.1)
+_STEP_S = (0.0, 0.6)
 _KEEP = 5
 _WAIT_S = 60.0
 _AWAY_S = 0.2
