@@ -263,7 +263,7 @@ class _Master:
             await asyncio.sleep(seconds)
 
     async def _look(self) -> None:
-        needed = (Target.REDIS, Target.SERVER, Target.WORKER)
+        needed = (Target.REDIS, Target.COLLECTOR, Target.SERVER, Target.WORKER)
         if not all(self._fleet.up(target) for target in needed):
             self._recovery.disturb()
         try:
@@ -313,7 +313,7 @@ class _Master:
         if slow:
             self._faults.append(
                 f"{len(slow)} slots of killed workers stood still for longer than {bound_s:g} s, up to "
-                f"{max(slow):.1f} s, with Redis, a server and a worker up"
+                f"{max(slow):.1f} s, with Redis, a collector, a server and a worker up"
             )
         if self._recovery.waiting:
             self._faults.append(f"{self._recovery.waiting} slots of killed workers never came back")
