@@ -9,6 +9,7 @@ WORKERS ?=
 SERVER_PORT ?=
 MODEL ?=
 SEED ?=
+DURATION ?=
 STEPS ?=
 NAME ?=
 LINES ?=
@@ -32,7 +33,7 @@ DEMO := $(VENV)/.installed-demo
 DEV := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help up down status logs scale demo demo-text test lint types bench clean distclean
+.PHONY: help up down status logs scale demo demo-text test lint types bench chaos clean distclean
 
 help: ## List the targets
 	@printf 'Targets (each installs what it needs, once, into $(VENV)):\n\n'
@@ -85,6 +86,10 @@ types: $(DEV) ## Check types
 bench: $(DEMO) ## Run the benchmarks
 	$(SAY) 'running the benchmarks'
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+chaos: $(DEMO) ## Kill processes at random for five minutes and prove that nothing is lost, doubled or stale (DURATION, SEED)
+	$(SAY) 'running chaos'
+	@$(BIN)/python -m chaos $(if $(DURATION),--duration $(DURATION)) $(if $(SEED),--seed $(SEED)) $(if $(WORKERS),--workers $(WORKERS)) $(ARGS)
 
 clean: down ## Stop what runs; remove its data (.forebay) and caches
 	$(SAY) 'removing .forebay and caches'

@@ -223,7 +223,7 @@ class Collector:
         swept = 0.0
         loop = asyncio.get_running_loop()
         while True:
-            leases, groups = await self._store.reap(self._epoch)
+            leases, groups = await self._store.reap(self._epoch, lease_s=self._rules.lease_s)
             if leases or groups:
                 log.warning("reaped", leases_lost=leases, groups_past_deadline=groups)
             if loop.time() - swept > _SWEEP_EVERY_S:

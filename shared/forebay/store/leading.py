@@ -120,9 +120,12 @@ class CollectorCalls(StoreBase):
         """Whether batches are cut once accepted and rejected groups reach the batch size."""
         await self._run("dynamic", int(dynamic))
 
-    async def reap(self, epoch: int, most: int = 500) -> tuple[int, int]:
-        """Supersede attempts with ended leases, close groups past their deadline: how many of each."""
-        leases, groups = await self._run("reap", epoch, most)
+    async def reap(self, epoch: int, most: int = 500, *, lease_s: float = 0.0) -> tuple[int, int]:
+        """Supersede attempts with ended leases, close groups past their deadline: how many of each.
+
+        With `lease_s`, that of the run, leases are spared for a while after Redis was away, when nobody could renew.
+        """
+        leases, groups = await self._run("reap", epoch, most, int(lease_s * 1000))
         if int(leases) < 0:
             raise fenced()
         return int(leases), int(groups)

@@ -64,6 +64,16 @@ local function fail_attempt(task, idx, attempt, kind, now)
   return 'retry'
 end
 
+-- Every worker beats three times a lease. If none has for two thirds of one, Redis was away, and nobody could renew: so
+-- for as long as it takes the workers to find it again, no lease is held to have been lost. If they are all dead the
+-- same costs little: a lease and three seconds after the last beat the slots run again all the same. Once a silence.
+local function spare_after_silence(now, lease)
+  local newest = call('ZREVRANGE', key('workers:seen'), 0, 0, 'WITHSCORES')[2]
+  if newest and now - tonumber(newest) > lease * 2 / 3 and call('HGET', STATE, 'silence') ~= newest then
+    call('HSET', STATE, 'silence', newest, 'spare_until', math.floor(now + lease / 3 + 2000))
+  end
+end
+
 -- Records the one outcome of a slot.
 local function settle(task, idx, attempt, header)
   local entry = call('XADD', key('results:0'), '*', 't', task, 'i', idx, 'h', header)

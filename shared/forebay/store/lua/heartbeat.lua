@@ -2,6 +2,7 @@
 -- ARGV: worker, what it says of itself, lease ms, task, idx, attempt, ... Returns the attempts it has lost, as
 -- "task:idx:attempt", so that it stops them.
 local now = now_ms()
+spare_after_silence(now, tonumber(ARGV[3]))
 call('HSET', key('workers'), ARGV[1], ARGV[2])
 call('ZADD', key('workers:seen'), now, ARGV[1])
 for _, gone in ipairs(call('ZRANGEBYSCORE', key('workers:seen'), '-inf', now - 3600 * 1000, 'LIMIT', 0, 100)) do

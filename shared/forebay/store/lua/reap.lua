@@ -1,9 +1,14 @@
 -- Supersedes attempts whose lease has ended, closes groups whose deadline has passed, drops what nobody collects.
--- ARGV: epoch, most to handle. Returns {leases ended, groups closed}, or {-1, 0} if fenced.
+-- ARGV: epoch, most to handle, lease ms, or 0 to spare no lease after a silence of all workers.
+-- Returns {leases ended, groups closed}, or {-1, 0} if fenced.
 if fenced(ARGV[1]) then return {-1, 0} end
 local now, most = now_ms(), tonumber(ARGV[2])
 
-local expired = call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, most)
+local lease, expired = tonumber(ARGV[3]), {}
+if lease > 0 then spare_after_silence(now, lease) end
+if lease == 0 or now >= number('spare_until', 0) then
+  expired = call('ZRANGEBYSCORE', key('leases'), '-inf', now, 'LIMIT', 0, most)
+end
 for _, m in ipairs(expired) do
   local task, idx, attempt = string.match(m, '^(%d+):(%d+):(%d+)$')
   local g = group_key(task)
