@@ -38,7 +38,7 @@ class Recovery:
         self.seconds: list[float] = []
         """Of every slot that came back."""
         self.calm_seconds: list[float] = []
-        """Of those during whose wait Redis and one of each other kind were up all the time: for them there is a bound."""
+        """Of those during whose wait Redis and one of each other kind was up all the time: they have a bound."""
 
     @property
     def waiting(self) -> int:
