@@ -47,6 +47,9 @@ def main(argv: list[str] | None = None) -> int:
         console.print(f"error: {error}", markup=False)
         console.print(f"books and logs: {folder}")
         return 1
+    except SystemExit:  # a signal; the code says which
+        console.print("ended before its time: nothing is judged, and nothing of it runs any more")
+        raise
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
