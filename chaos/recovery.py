@@ -38,11 +38,7 @@ class Recovery:
         self.seconds: list[float] = []
         """Of every slot that came back."""
         self.calm_seconds: list[float] = []
-<<<<<<< HEAD
-        """Of those during whose wait Redis and one of each other kind were up: for them there is a bound."""
-=======
         """Of those during whose wait Redis and one of each other kind was up all the time: they have a bound."""
->>>>>>> 60dbce66b378737fc13a3a902d5601fc5e53c16a
 
     @property
     def waiting(self) -> int:
