@@ -117,7 +117,7 @@ class TestTrajectoryFormat:
                 await store.close()
 
     async def test_a_failed_first_result_is_no_reference(self, redis_url: str, run_name: str) -> None:
-        """2: what fails for its values, or is too large, does not set the keys that later results are held to."""
+        """2: what fails for its values does not set the keys that later results are held to."""
         bad = result(rewards=np.array([np.nan], np.float32), extra=np.zeros((1, 4)))
         rules = {"check_trajectory_format": True, "batch_size": 1, "import_allowlist": ["helpers"]}
         async with services(redis_url, run_name, **rules) as (_, client):

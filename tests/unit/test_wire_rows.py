@@ -193,7 +193,7 @@ class TestShapes:
     def test_keys_are_strings(self) -> None:
         """A key that is no text is a contract error."""
         with pytest.raises(WorkflowContractError, match="the key 5; keys are strings"):
-            rows_from_tensors(result() | {5: np.zeros((1, 4))})  # type: ignore[dict-item]
+            rows_from_tensors(result() | {5: np.zeros((1, 4))})
 
     @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.int64, np.float16, np.float32, np.float64])
     def test_own_keys_of_rows(self, dtype: Any) -> None:

@@ -156,9 +156,9 @@ def _decode_row(form: dict[str, Any], decompressor: zstandard.ZstdDecompressor) 
 
 def _decode_value(name: Any, spec: list[Any]) -> np.generic:
     code, data = spec
-    if not isinstance(name, str) or code not in CODES or len(data) != np.dtype(code).itemsize:
+    if not isinstance(name, str) or code not in CODES:
         raise FrameError(f"the value of {name!r} is malformed")
-    (value,) = unshuffled(data, code, 1)
+    (value,) = unshuffled(data, code, 1)  # ValueError unless it has the length of one
     return cast("np.generic", value)
 
 
