@@ -8,7 +8,7 @@ import structlog
 
 from forebay.outcomes import ResultKind, SlotOutcome
 from forebay.wire.envelopes import SlotHeader
-from forebay.wire.tensors import NEVER_DROPPED
+from forebay.wire.tensors import FILLED, NEVER_DROPPED
 from forebay.wire.trajectory_format import EXEMPT
 
 __all__ = ["UnevenKeys", "uneven_keys"]
@@ -26,7 +26,7 @@ def uneven_keys(headers: Iterable[SlotHeader]) -> tuple[str, ...]:
     if not sets:
         return ()
     everywhere = sets[0].intersection(*sets)
-    return tuple(sorted(sets[0].union(*sets) - everywhere - EXEMPT - NEVER_DROPPED))
+    return tuple(sorted(sets[0].union(*sets) - everywhere - EXEMPT - NEVER_DROPPED - FILLED))
 
 
 class UnevenKeys:

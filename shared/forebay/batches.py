@@ -100,11 +100,15 @@ class Rollouts:
         return sum(row.seqlen for row in self.rows)
 
     def arrays(self, *, pad_token_id: int = 0) -> dict[str, Any]:
-        """All rows as numpy arrays [B, S], padded to the right (contract, section 3)."""
-        return pad_rows(self.rows, pad_token_id=pad_token_id)
+        """All rows as numpy arrays [B, S], padded to the right (contract, section 3).
+
+        ``rewards`` is NaN for a row without one, if any row has one; another key that only some rows carry is left out.
+        A ForebayWarning names the keys and the task ids of the groups.
+        """
+        return pad_rows(self.rows, pad_token_id=pad_token_id, tasks=self._tasks)
 
     def tensors(self, *, pad_token_id: int = 0) -> dict[str, Any]:
-        """All rows as torch tensors [B, S], padded to the right (contract, section 3)."""
+        """All rows as torch tensors [B, S], as :meth:`arrays` makes them."""
         return to_torch(self.arrays(pad_token_id=pad_token_id))
 
     @property
@@ -124,12 +128,17 @@ class Rollouts:
 
         All have the keys of ``tensors()``: what not all rows of the batch carry is left out.
         """
-        keys, dropped = common_keys(self.rows)
-        warn_of(dropped)
+        keys, notes = common_keys(self.rows, self._tasks)
+        warn_of(notes)
         return [
             to_torch(pad_rows(rows, pad_token_id=pad_token_id, keys=keys)) | {"rollout_group": group}
             for rows, group in zip(self._rows_by_group(), self.rollout_groups, strict=True)
         ]
+
+    @property
+    def _tasks(self) -> list[int]:
+        """The task id of each row's group."""
+        return [group.task for group in self.groups for rollout in group.rollouts for _ in rollout.rows]
 
     def _rows_by_group(self) -> list[list[Row]]:
         rows = iter(self.rows)

@@ -50,7 +50,9 @@ class RolloutWorkflow(RemembersArguments, ABC):
 
         Returns:
             A tensor dict of one or more rows (keys and shapes in the contract, section 3: ``input_ids`` and
-            ``attention_mask`` [B, S] at least), or None: the episode is rejected and not trained on.
+            ``attention_mask`` [B, S] at least), or None: the episode is rejected and not trained on. Keys of the
+            workflow's own, of bools, integers or floats, are [B], a value for each row, or [B, S], one for each token;
+            which of them is told by the number of dimensions, and any other shape fails the slot.
         """
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,22 @@ import torch
 from helpers.building import result, usable
 from services import read, services
 
-from forebay import ForebayWarning, Interaction, Settings
-from forebay.errors import WorkflowContractError
+from forebay import AsyncClient, ForebayWarning, Interaction, Settings
+from forebay.errors import SlotDataError, WorkflowContractError
 from forebay.store import Store
+from forebay.wire.rows import rows_from_tensors
 from forebay.wire.trajectory_format import check_keys, check_trajectory
 from forebay_collector.uneven_keys import UnevenKeys, uneven_keys
 from forebay_workers.format_check import FormatCheck
 
 IMAGE = {"pixel_values": np.ones((4, 3), np.float32)}
+
+
+async def ended(client: AsyncClient, groups: int) -> None:
+    """Wait until so many groups are rejected."""
+    async with asyncio.timeout(30):
+        while (await client.status()).count("rejected") < groups:  # noqa: ASYNC110 (it happens in Redis)
+            await asyncio.sleep(0.02)
 
 
 class TestTrajectoryFormat:
@@ -32,7 +41,7 @@ class TestTrajectoryFormat:
     @pytest.mark.parametrize("torch_made", [False, True])
     def test_a_right_result_passes(self, torch_made: bool) -> None:
         """2: the table's types pass, of numpy and of torch; the key set is without rollout_reward and rollout_group."""
-        values = result(rows=2, is_truncated=np.zeros(2, np.bool_), own=np.zeros((2, 4), np.int16))
+        values = result(rows=2, is_truncated=np.zeros(2, np.bool_), own=np.zeros((2, 4), np.int16), of_rows=np.zeros(2))
         made: dict[str, Any] = {name: torch.from_numpy(v) for name, v in values.items()} if torch_made else dict(values)
         made |= {"multi_modal_input": [IMAGE, IMAGE], "rollout_reward": 1.0, "rollout_group": None}
         assert check_trajectory(made) == {*values, "multi_modal_input"}
@@ -45,10 +54,10 @@ class TestTrajectoryFormat:
             ({"rewards": np.ones(1)}, "no input_ids; it has rewards"),
             (result(attention_mask=None), "no attention_mask"),
             (result(input_ids=np.zeros(4, np.int32)), r"input_ids has shape \[4\], expected \[B, S\]"),
-            (result(loss_mask=np.zeros((2, 4), np.int32)), r"loss_mask has shape \[2, 4\]; its first .* must be 1"),
-            (result(rewards=np.zeros(3, np.float32)), r"rewards has shape \[3\]; its first"),
-            (result(versions=np.zeros((1, 5), np.int32)), r"versions has shape \[1, 5\]; its second .* must be 4"),
-            (result(own=np.zeros((1, 5))), r"own has shape \[1, 5\]; its second"),
+            (result(loss_mask=np.zeros((2, 4), np.int32)), r"loss_mask has shape \[2, 4\], expected \[1, 4\]"),
+            (result(rewards=np.zeros(3, np.float32)), r"rewards has shape \[3\], expected \[1\]"),
+            (result(versions=np.zeros((1, 5), np.int32)), r"versions has shape \[1, 5\], expected \[1, 4\]"),
+            (result(own=np.zeros((1, 5))), r"own has shape \[1, 5\], expected \[1\], .* or \[1, 4\]"),
             (result(own=np.float32(1)), r"own has shape \[\]"),
             (result(own=[[1, 2, 3, 4]]), "own is a list, expected a tensor"),
             (result(c=Interaction([1], [2], [0.0], [0])), "c is a Interaction, expected a tensor"),
@@ -70,6 +79,21 @@ class TestTrajectoryFormat:
         with pytest.raises(WorkflowContractError, match=why):
             check_trajectory(found)
 
+    @pytest.mark.parametrize("name", ["input_ids", "loss_mask", "logprobs", "rewards", "is_truncated", "own"])
+    @pytest.mark.parametrize("shape", [(), (1,), (2,), (1, 1), (1, 4), (2, 4), (1, 5), (1, 3), (1, 4, 1), (1, 4, 2)])
+    def test_it_agrees_with_what_is_taken(self, name: str, shape: tuple[int, ...]) -> None:
+        """2: of every key, each shape that the check passes makes rows, and none that it refuses; in the same words."""
+        dtypes = {"input_ids": np.int32, "loss_mask": np.int32, "is_truncated": np.bool_}
+        made = result(**{name: np.zeros(shape, dtypes.get(name, np.float32))})
+        said: list[str] = []
+        for look in (check_trajectory, rows_from_tensors):
+            try:
+                look(made)
+                said.append("")
+            except (WorkflowContractError, SlotDataError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        assert said[0] == said[1]
+
     def test_the_key_set(self) -> None:
         """2: a missing key is an error that names it; extra keys are allowed."""
         check_keys({"a", "b", "extra"}, {"a", "b"})
@@ -82,16 +106,29 @@ class TestTrajectoryFormat:
         stores = [Store.open(settings), Store.open(settings)]
         one, other = (FormatCheck(store) for store in stores)
         try:
-            await one("m:A", None)
-            await one("m:A", result(own=np.zeros((1, 4))))
-            await other("m:A", result(own=np.zeros((1, 4)), more=np.zeros((1, 4))))
+            await one("m:A", frozenset({"a", "own"}))
+            await other("m:A", frozenset({"a", "own", "more"}))
             for check in (one, other):
                 with pytest.raises(WorkflowContractError, match="lacks own"):
-                    await check("m:A", result())
-                await check("m:B", result())
+                    await check("m:A", frozenset({"a"}))
+                await check("m:B", frozenset({"a"}))
         finally:
             for store in stores:
                 await store.close()
+
+    async def test_a_failed_first_result_is_no_reference(self, redis_url: str, run_name: str) -> None:
+        """2: what fails for its values does not set the keys that later results are held to."""
+        bad = result(rewards=np.array([np.nan], np.float32), extra=np.zeros((1, 4)))
+        rules = {"check_trajectory_format": True, "batch_size": 1, "import_allowlist": ["helpers"]}
+        async with services(redis_url, run_name, **rules) as (_, client):
+            await client.submit({"slots": [bad]}, "helpers.workflows:BySlot", {}, group_size=1)
+            await ended(client, 1)
+            await client.submit({"slots": [result(), result()]}, "helpers.workflows:BySlot", {})
+            (batch,) = await read(client, 1)
+            await client.submit({"slots": [result(versions=None), result()]}, "helpers.workflows:BySlot", {})
+            (later,) = await read(client, 1)
+        assert [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0, 1]
+        assert [rollout.sample_idx for rollout in later.groups[0].rollouts] == [1]
 
     @pytest.mark.parametrize("on", [True, False])
     async def test_a_failure_fails_that_slot_only(self, redis_url: str, run_name: str, on: bool) -> None:
@@ -117,8 +154,8 @@ class TestUnevenKeys:
         return made
 
     def test_which(self) -> None:
-        """2: what some carry and others do not; rollout_reward is no key of rows, images are kept for those with."""
-        full = ["input_ids", "multi_modal_input", "own", "rollout_reward", "turn_ids"]
+        """2: what some carry and others do not; rollout_reward is no key of rows, images and rewards are kept."""
+        full = ["input_ids", "multi_modal_input", "own", "rewards", "rollout_reward", "turn_ids"]
         assert uneven_keys(self.headers(full, ["input_ids", "turn_ids"], full)) == ("own",)
         assert uneven_keys(self.headers(full, full)) == ()
         assert uneven_keys([]) == ()
@@ -142,6 +179,6 @@ class TestUnevenKeys:
             with structlog.testing.capture_logs() as logs:
                 await client.submit({"slots": [result(), odd]}, "helpers.workflows:BySlot", {})
                 (batch,) = await read(client, 1)
-        with pytest.warns(ForebayWarning, match="not all rows carry them: own"):
+        with pytest.warns(ForebayWarning, match=r"not all rows carry them: own \(missing in task_id 1\)"):
             assert "own" not in batch.arrays()
         assert [log["keys"] for log in logs if log["event"] == "group.keys_dropped"] == [["own"]]

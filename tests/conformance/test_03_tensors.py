@@ -24,7 +24,7 @@ from services import read, services
 from forebay import ForebayWarning, RolloutGroup, TrajBatchMeta, concat_padded_tensors
 from forebay.batches import BatchData
 from forebay.errors import SlotDataError, WorkflowContractError
-from forebay.store.store import BatchEntry
+from forebay.store.records import BatchEntry
 from forebay.wire.codec import decode_rows, encode_rows
 from forebay.wire.rows import Row, rows_from_tensors
 from forebay.wire.tensors import pad_rows, to_torch
@@ -287,11 +287,15 @@ class TestMissingKeys:
         one.tokens["own"] = np.zeros(2, np.float32)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
-            batch = batch_of({0: [one], 1: [other]})
+            batch = batch_of({0: [one]}, {1: [other]})
             assert all("own" not in batch.arrays() for _ in range(3))
             other.tokens["more"] = np.zeros(2, np.float32)
             batch.arrays()
-        assert [str(item.message).partition(": ")[2] for item in caught] == ["own", "more, own"]
+        lacks = "(missing in task_id 1)"
+        assert [str(item.message).partition(": ")[2] for item in caught] == [
+            f"own {lacks}",
+            f"more (missing in task_id 0); own {lacks}",
+        ]
         assert {item.category for item in caught} == {ForebayWarning}
 
     @pytest.mark.parametrize("given_as", ["absent", "None"])
@@ -301,3 +305,50 @@ class TestMissingKeys:
         (one,), _ = rows_from_tensors(values)
         assert one.reward is None
         assert "rewards" not in pad_rows([one])
+
+    def test_rewards_of_a_batch_that_some_rows_lack(self) -> None:
+        """3: they are NaN where there are none, in the batch and its trajectories; the warning names the groups."""
+        batch = batch_of({0: [row([1, 2], reward=2.0)]}, {0: [row([3], reward=None)], 1: [row([4], reward=3.0)]})
+        batch.rows[0].original_reward = 5.0
+        with pytest.warns(ForebayWarning, match=r"rewards are NaN .* \(in task_id 1\)"):
+            tensors = batch.tensors()
+        with pytest.warns(ForebayWarning, match=r"\(in task_id 1\)"):
+            own = batch.trajectories()
+        for name, want in (("rewards", [2.0, np.nan, 3.0]), ("original_rewards", [5.0, np.nan, 3.0])):
+            assert np.array_equal(tensors[name].numpy(), want, equal_nan=True)
+            assert np.array_equal(torch.cat([one[name] for one in own]).numpy(), want, equal_nan=True)
+
+    def test_what_only_some_groups_carry(self) -> None:
+        """3: keys that a group lacks are left out for all; the warning names them and the groups, the first ten."""
+        groups = [{0: [row([1, 2])], 1: [row([3])]} for _ in range(14)]
+        for group in groups[1:]:
+            for name in ("loss_mask", "logprobs", "versions"):
+                del group[1][0].tokens[name]
+        said = r"logprobs, loss_mask, versions \(missing in task_ids 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 3 more\)"
+        with pytest.warns(ForebayWarning, match=said):
+            assert set(batch_of(*groups).arrays()) == {"input_ids", "attention_mask", "rewards"}
+
+
+class TestOwnKeys:
+    """3 and 2: keys of the workflow's own."""
+
+    async def test_values_of_rows_and_of_tokens(self, redis_url: str, run_name: str) -> None:
+        """2: [B], a value for each row, and [B, S] come through the pipeline in their types; more dimensions fail."""
+        slots = [
+            result(rows=2, difficulty=np.array([0.25, 0.5], np.float32), solved=torch.tensor([True, False])),
+            result(difficulty=np.array([4.0], np.float32), solved=torch.tensor([True])),
+            result(difficulty=np.ones((1, 4, 2), np.float32)),
+        ]
+        slots[2]["solved"] = torch.tensor([True])
+        rules = {"batch_size": 1, "check_trajectory_format": True, "import_allowlist": ["helpers"]}
+        async with services(redis_url, run_name, **rules) as (_, client):
+            await client.submit({"slots": slots}, "helpers.workflows:BySlot", {}, group_size=3)
+            (batch,) = await read(client, 1)
+        assert [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0, 1]
+        tensors = batch.tensors()
+        assert torch.equal(tensors["difficulty"], torch.tensor([0.25, 0.5, 4.0]))
+        assert torch.equal(tensors["solved"], torch.tensor([True, False, True]))
+        (own,) = batch.trajectories()
+        assert torch.equal(own["difficulty"], tensors["difficulty"])
+        (apart,) = batch.meta.trajectories(tensors)
+        assert torch.equal(concat_padded_tensors([apart, own])["difficulty"], tensors["difficulty"].repeat(2))

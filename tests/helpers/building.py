@@ -124,6 +124,9 @@ def same_rows(left: Sequence[Row], right: Sequence[Row]) -> None:
         for name, array in one.tokens.items():
             assert array.dtype == other.tokens[name].dtype, name
             assert array.tobytes() == other.tokens[name].tobytes(), name
+        assert [(name, type(value), value.tobytes()) for name, value in one.values.items()] == [
+            (name, type(value), value.tobytes()) for name, value in other.values.items()
+        ]
         assert (one.reward, one.original_reward, one.is_truncated) == (
             other.reward,
             other.original_reward,

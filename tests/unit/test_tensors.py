@@ -73,12 +73,44 @@ class TestPadding:
 
     @pytest.mark.parametrize("first", [0, 1])
     def test_keys_that_not_all_rows_carry_are_left_out(self, first: int) -> None:
-        """A key, a reward or a flag that some row lacks is absent, whichever row comes first."""
-        full, bare = row([1, 2], truncated=True), row([3, 4], reward=None)
+        """A key or a flag that some row lacks is absent, whichever row comes first; the warning says which lacks it."""
+        full, bare = row([1, 2], truncated=True), row([3, 4])
         full.tokens["turn_ids"] = np.zeros(2, dtype=np.int32)
-        with pytest.warns(ForebayWarning, match="not all rows carry them: is_truncated, rewards, turn_ids"):
+        full.values["own"] = np.float32(0.5)
+        lacks = rf"carry them: is_truncated, own, turn_ids \(missing in row {1 - first}\)$"
+        with pytest.warns(ForebayWarning, match=lacks):
             arrays = pad_rows([full, bare] if first == 0 else [bare, full])
-        assert set(arrays) == {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}
+        assert set(arrays) == {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "rewards"}
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_a_reward_that_some_row_lacks_is_nan(self, first: int) -> None:
+        """Contract 3: a missing reward is the trainer's to handle: NaN, with a warning, and the others' are there."""
+        full, bare = row([1, 2], reward=2.0), row([3, 4], reward=None)
+        with pytest.warns(ForebayWarning, match=rf"rewards are NaN .* \(in row {1 - first}\)"):
+            arrays = pad_rows([full, bare] if first == 0 else [bare, full])
+        assert arrays["rewards"][first] == 2.0
+        assert np.isnan(arrays["rewards"][1 - first])
+        assert arrays["rewards"].dtype == np.float32
+        assert "rewards" not in pad_rows([bare, bare])
+
+    def test_own_values_of_rows(self) -> None:
+        """A value of each row is [B], of a type that holds all of them."""
+        rows = [row([1, 2, 3]), row([4]), row([5, 6])]
+        for one, value in zip(rows, (np.int8(3), np.float32(0.5), np.bool_(True)), strict=True):
+            one.values["own"] = value
+        arrays = pad_rows(rows)
+        assert (arrays["own"].tolist(), arrays["own"].dtype) == ([3.0, 0.5, 1.0], np.float32)
+        assert to_torch(arrays)["own"].shape == (3,)
+
+    @pytest.mark.parametrize("first", [0, 1])
+    def test_a_key_of_rows_here_and_of_tokens_there(self, first: int) -> None:
+        """A key that is [B] in some rows and [B, S] in others is left out, with a warning that says so."""
+        of_row, of_tokens = row([1, 2]), row([3, 4])
+        of_row.values["own"] = np.float32(0.5)
+        of_tokens.tokens["own"] = np.zeros(2, np.float32)
+        with pytest.warns(ForebayWarning, match=r"they are \[B\] in some rows and \[B, S\] in others: own$"):
+            arrays = pad_rows([of_row, of_tokens] if first == 0 else [of_tokens, of_row])
+        assert "own" not in arrays
 
     def test_original_rewards_that_some_rows_lack(self) -> None:
         """Where some rows have an original reward, that of the others, which nothing has changed, is their reward."""
@@ -86,8 +118,10 @@ class TestPadding:
         changed.original_reward = 9.0
         assert pad_rows([same, changed])["original_rewards"].tolist() == [2.0, 9.0]
         assert "original_rewards" not in pad_rows([same, same])
-        with pytest.warns(ForebayWarning, match="original_rewards, rewards"):
-            assert not {"rewards", "original_rewards"} & set(pad_rows([changed, without]))
+        with pytest.warns(ForebayWarning, match="rewards are NaN"):
+            arrays = pad_rows([changed, without, same])
+        assert [str(value) for value in arrays["rewards"].tolist()] == ["-1.0", "nan", "2.0"]
+        assert [str(value) for value in arrays["original_rewards"].tolist()] == ["9.0", "nan", "2.0"]
         changed.original_reward = 0.0
         assert pad_rows([changed, same])["original_rewards"].tolist() == [0.0, 2.0]
 

@@ -18,7 +18,7 @@ from forebay.errors import FrameError, SlotDataError
 from forebay.wire import codec
 from forebay.wire.codec import decode_rows, encode_rows
 from forebay.wire.rows import Row
-from forebay.wire.values import pack
+from forebay.wire.values import pack, unpack
 
 CODES = ["b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"]
 finite = st.none() | st.floats(allow_nan=False, allow_infinity=False)
@@ -33,7 +33,9 @@ def any_row(draw: st.DrawFn) -> Row:
     tokens["loss_mask"] = np.resize(np.repeat(mask, 12), length).astype(np.int32)
     for at, code in enumerate(draw(st.lists(st.sampled_from(CODES), max_size=4))):
         tokens[f"key{at}"] = draw(hnp.arrays(np.dtype(code), length))
-    return Row(tokens, draw(finite), draw(finite), draw(st.none() | st.booleans()))
+    own = {f"own{at}": draw(hnp.arrays(np.dtype(code), 1))[0]
+           for at, code in enumerate(draw(st.lists(st.sampled_from(CODES), max_size=2)))}  # fmt: skip
+    return Row(tokens, draw(finite), draw(finite), draw(st.none() | st.booleans()), values=own)
 
 
 rows = st.lists(any_row(), max_size=4)
@@ -62,6 +64,17 @@ class TestRoundTrip:
     def test_any_rows(self, given_rows: list[Row]) -> None:
         """Rows of any length, type and value come back to the bit."""
         same_rows(decode_rows(encode_rows(given_rows)), given_rows)
+
+    def test_older_frames(self) -> None:
+        """Frames of the versions before are read, and are still what rows are written as that need no more."""
+        old, new = row([1, 2]), row([1, 2])
+        new.values["own"] = np.float32(0.5)
+        image = row([1, 2])
+        image.multi_modal = {"pixel_values": np.ones(2, np.float32)}
+        assert [encode_rows(some)[0] for some in ([old], [image], [old, new], [image, new])] == [1, 2, 3, 3]
+        assert "v" not in unpack(encode_rows([old])[1:])[0]
+        assert decode_rows(framed(form()))[0].values == {}
+        assert [one.values for one in decode_rows(encode_rows([old, new]))] == [{}, {"own": 0.5}]
 
     @given(hnp.arrays(np.uint32, st.integers(1, 50)))
     def test_every_float_pattern(self, patterns: np.ndarray[Any, Any]) -> None:
@@ -122,10 +135,10 @@ class TestDamage:
         with pytest.raises(FrameError):
             decode_rows(FRAME[: data.draw(st.integers(0, len(FRAME) - 1))])
 
-    @given(st.integers(0, 255).filter(lambda version: version not in {1, 2}))
+    @given(st.integers(0, 255).filter(lambda version: version not in {1, 2, 3}))
     def test_wrong_version(self, version: int) -> None:
         """A frame of another release says which version it has."""
-        with pytest.raises(FrameError, match=f"version {version}, expected 1 or 2"):
+        with pytest.raises(FrameError, match=f"version {version}, expected 1 to 3"):
             decode_rows(bytes([version]) + FRAME[1:])
 
     def test_empty(self) -> None:
@@ -208,6 +221,9 @@ class TestDamage:
             keyed(["i4", "p", b"\x28\xb5\x2f\xfd"]),
             keyed(["i4", "p", zstandard.compress(b"1234567")]),
             keyed(["i4", "p", zstandard.compress(b"123456789")]),
+            *[framed(form(v=values)) for values in (None, [], 7, {7: ["i4", b"1234"]}, {"a": None}, {"a": ["i4"]})],
+            *[framed(form(v={"a": spec})) for spec in (["O", b"1"], ["i4", b"123"], ["i4", "1234"], [[], b""])],
+            *[framed(form(v={"a": spec})) for spec in (["i4", [1, 2, 3, 4]], ["f8", 1.0], ["i4", b"1234", 1])],
         ],
     )
     def test_malformed(self, frame: bytes) -> None:

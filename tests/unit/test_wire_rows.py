@@ -117,7 +117,10 @@ class TestTypes:
             ({"logprobs": np.zeros((1, 4), dtype=np.int32)}, "logprobs has dtype int32"),
             ({"rewards": np.array(["1"])}, "rewards has dtype"),
             ({"own_key": np.array([["a"] * 4])}, "own_key has dtype"),
-            ({"logprobs": torch.zeros((1, 4), dtype=torch.bfloat16)}, "logprobs has a type that does not travel"),
+            ({"own_key": np.zeros((1, 4), dtype=np.longdouble)}, "own_key has dtype"),
+            ({"own_key": np.zeros(1, dtype=np.longdouble)}, "own_key has dtype"),
+            ({"own_key": np.array(["a"])}, "own_key has dtype"),
+            ({"logprobs": torch.zeros((1, 4), dtype=torch.float8_e4m3fn)}, "logprobs has a type that does not travel"),
             ({"input_ids": [[1, 2, 3, 4]]}, "input_ids is a list; a workflow returns tensors"),
             ({"is_truncated": True}, "is_truncated is a bool"),
         ],
@@ -126,6 +129,21 @@ class TestTypes:
         """A wrong type is a contract error that names the key."""
         with pytest.raises(WorkflowContractError, match=said):
             only(**changes)
+
+    @pytest.mark.parametrize("name", ["logprobs", "token_rewards", "own_key"])
+    def test_bfloat16_becomes_float32(self, name: str) -> None:
+        """bfloat16 values of tokens arrive as float32, which holds each of them; rewards do too."""
+        exact = torch.tensor([[0.0, -0.1, -3.14159, 1e-30]], dtype=torch.bfloat16)
+        one = only(**{name: exact}, rewards=torch.tensor([0.1], dtype=torch.bfloat16))
+        assert one.tokens[name].dtype == np.float32
+        assert one.tokens[name].tolist() == exact[0].tolist()
+        assert one.reward == float(torch.tensor(0.1, dtype=torch.bfloat16))
+
+    @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint8, np.int32, np.int64, np.uint64])
+    def test_a_loss_mask_of_any_integers(self, dtype: Any) -> None:
+        """A loss_mask of 0 and 1, of bools or any integers, is int32."""
+        mask = only(loss_mask=np.array([[0, 1, 0, 1]], dtype=dtype)).tokens["loss_mask"]
+        assert (mask.tolist(), mask.dtype) == ([0, 1, 0, 1], np.int32)
 
     @pytest.mark.parametrize(
         ("changes", "said"),
@@ -159,13 +177,36 @@ class TestShapes:
             ({"versions": np.zeros((1, 5), dtype=np.int32)}, r"versions has shape \[1, 5\]"),
             ({"logprobs": np.zeros((1, 5), dtype=np.float32)}, r"logprobs has shape \[1, 5\]"),
             ({"rewards": np.zeros((1, 1), dtype=np.float32)}, r"rewards has shape \[1, 1\], expected \[1\]"),
-            ({"own_key": np.zeros((1,), dtype=np.float32)}, r"own_key has shape \[1\], expected \[1, 4\]"),
+            ({"rewards": np.zeros((1, 4), dtype=np.float32)}, r"rewards has shape \[1, 4\], expected \[1\]"),
+            ({"loss_mask": np.ones(1, dtype=np.int32)}, r"loss_mask has shape \[1\], expected \[1, 4\]"),
+            ({"own_key": np.zeros((1, 1), dtype=np.float32)}, r"own_key has shape \[1, 1\], expected \[1\], a value"),
+            ({"own_key": np.zeros(2)}, r"own_key has shape \[2\], expected \[1\], .* or \[1, 4\], one for each token"),
+            ({"own_key": np.zeros((1, 4, 2))}, r"own_key has shape \[1, 4, 2\].*put it into multi_modal_input"),
+            ({"own_key": np.array(1.0)}, r"own_key has shape \[\], expected"),
         ],
     )
     def test_mismatched_shapes_are_contract_errors(self, changes: dict[str, Any], said: str) -> None:
         """A shape that does not match is an error with both shapes."""
         with pytest.raises(WorkflowContractError, match=said):
             only(**changes)
+
+    def test_keys_are_strings(self) -> None:
+        """A key that is no text is a contract error."""
+        with pytest.raises(WorkflowContractError, match="the key 5; keys are strings"):
+            rows_from_tensors(result() | {5: np.zeros((1, 4))})
+
+    @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.int64, np.float16, np.float32, np.float64])
+    def test_own_keys_of_rows(self, dtype: Any) -> None:
+        """A key of the workflow's own that is [B] is a value of each row, in its own type, and no key of tokens."""
+        rows, _ = rows_from_tensors(result(rows=3, own=np.array([0, 1, 1], dtype=dtype)))
+        assert [one.values["own"] for one in rows] == [0, 1, 1]
+        assert {one.values["own"].dtype for one in rows} == {np.dtype(dtype)}
+        assert all("own" not in one.tokens for one in rows)
+
+    def test_one_row_of_one_token(self) -> None:
+        """Where B and S are both 1 the number of dimensions tells which an own key is."""
+        one = only(**result(width=1), of_row=np.array([0.5]), of_token=np.array([[0.5]]))
+        assert (list(one.values), one.tokens["of_token"].tolist()) == (["of_row"], [0.5])
 
     def test_rollout_group_is_exempt(self) -> None:
         """A rollout_group in a result is the collector's to make; it is left out."""
@@ -194,11 +235,18 @@ class TestBadValues:
         with pytest.raises(SlotDataError, match=f"row 0: {name} is"):
             only(**{name: np.array([bad])})
 
+    @pytest.mark.parametrize("bad", [7, -1, 2, 255])
+    def test_loss_masks(self, bad: int) -> None:
+        """A loss_mask of another value than 0 and 1, a weight in disguise, fails the slot with the value."""
+        with pytest.raises(SlotDataError, match=rf"row 0: loss_mask\[2\] is {bad}; it is 1 where"):
+            only(loss_mask=np.array([[0, 1, bad, 1]]))
+
     def test_padding_is_not_looked_at(self) -> None:
-        """NaN beyond the attention mask is padding."""
+        """NaN beyond the attention mask is padding, and so is any number in the loss mask there."""
         one = only(
             attention_mask=np.array([[True, True, True, False]]),
             logprobs=np.array([[0, -1, -1, np.nan]], dtype=np.float32),
+            loss_mask=np.array([[0, 1, 1, -100]]),
         )
         assert one.seqlen == 3
 

@@ -124,6 +124,14 @@ class TestPlainData:
         assert torch.equal(back, tensor.detach())
         assert not back.requires_grad
 
+    @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+    def test_bfloat16_stays_bfloat16(self, shape: tuple[int, ...]) -> None:
+        """A bfloat16 tensor, a type that numpy has not, comes back with its type and its values."""
+        tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+        back = there_and_back(tensor)
+        assert (back.dtype, back.shape) == (torch.bfloat16, tensor.shape)
+        assert torch.equal(back, tensor)
+
     @pytest.mark.parametrize(
         ("value", "said"),
         [
@@ -137,7 +145,7 @@ class TestPlainData:
             ([np.array([object()])], r"data\[0\]: arrays of dtype object"),
             ([np.zeros(1, np.longdouble)], r"data\[0\]: arrays of dtype"),
             ([np.zeros(1, np.complex64)], r"data\[0\]: arrays of dtype complex64"),
-            ([torch.zeros(1, dtype=torch.bfloat16)], r"data\[0\]: this tensor cannot travel"),
+            ([torch.zeros(1, dtype=torch.float8_e4m3fn)], r"data\[0\]: this tensor cannot travel"),
             (["ok", "\ud800"], r"data\[1\]: not valid Unicode"),
             ({"\udfff": 1}, "not valid Unicode"),
             (functions.half, "cannot travel"),

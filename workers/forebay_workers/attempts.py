@@ -31,6 +31,7 @@ from forebay.outcomes import FailureKind, ResultKind, SlotOutcome
 from forebay.pretrained import PretrainedCache
 from forebay.wire.codec import encode_rows
 from forebay.wire.envelopes import GroupSpec, RowSummary
+from forebay.wire.trajectory_format import check_trajectory
 from forebay.wire.values import decode_plain, pack
 from forebay.workflow import RolloutWorkflow, build_workflow
 from forebay_workers.format_check import FormatCheck
@@ -115,9 +116,11 @@ async def run_attempt(
                 raise
         if result is None:
             return Ended(SlotOutcome.REJECTED)
-        if check is not None:
-            await check(spec.workflow, result)
-        return await _usable(result, max_rows_bytes, max_inline_tokens)
+        keys = None if check is None else check_trajectory(result)
+        ended = await _usable(result, max_rows_bytes, max_inline_tokens)
+        if check is not None and keys is not None:
+            await check(spec.workflow, keys)  # last: a result that fails must not be the one that others are held to
+        return ended
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():

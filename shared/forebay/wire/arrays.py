@@ -12,7 +12,7 @@ CODES: Final = frozenset({"b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", 
 """Type codes that travel: kind and bytes for each value."""
 
 
-def code_of(array: np.ndarray[Any, Any]) -> str:
+def code_of(array: np.ndarray[Any, Any] | np.generic) -> str:
     """The type code of `array`, whatever its byte order."""
     return str(array.dtype.str).lstrip("<>=|")
 

@@ -4,14 +4,15 @@ A frame is one version byte and a msgpack map. Masks and versions are run-length
 little-endian arrays, logprobs with their bytes shuffled (the high bytes of neighbours are alike), both under zstd
 level 1. Sizes are checked against the frame's own claims, and these against its length, before anything is allocated.
 
-Version 2 is version 1 with the ``multi_modal`` dicts of rows, and is written only where a row has one: a release that
-knows version 1 alone must not read such rows without their images. Both are read.
+Version 2 is version 1 with the ``multi_modal`` dicts of rows, version 3 has their ``values`` too. Each is written only
+where a row needs it: a release that knows earlier ones alone must not read such rows without their images or values.
+All are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import zstandard
@@ -26,6 +27,8 @@ __all__ = ["decode_rows", "encode_rows"]
 
 _VERSION = 1
 _VERSION_MULTI_MODAL = 2
+_VERSION_VALUES = 3
+_VERSIONS = (_VERSION, _VERSION_MULTI_MODAL, _VERSION_VALUES)
 _RUNS = "r"
 _PLAIN = "p"
 _MAX_TOKENS = 64 * 2**20
@@ -43,16 +46,21 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
     """
     compressor = zstandard.ZstdCompressor(level=1)
     for row in rows:
-        for name, array in row.tokens.items():
+        for name, array in (row.tokens | row.values).items():
             if code_of(array) not in CODES:
                 raise SlotDataError(f"{name} has dtype {array.dtype}, which does not travel")
-    version = _VERSION if all(row.multi_modal is None for row in rows) else _VERSION_MULTI_MODAL
-    frame = bytes([version]) + pack([_encode_row(row, compressor) for row in rows])
+    frame = bytes([_version_of(rows)]) + pack([_encode_row(row, compressor) for row in rows])
     size = sum(array.nbytes for row in rows for array in row.tokens.values())
     size += sum(nbytes(row.multi_modal) for row in rows)
     if size > _bound(frame):
         raise SlotDataError(f"the rows take {size} bytes, of one and the same value almost everywhere")
     return frame
+
+
+def _version_of(rows: Sequence[Row]) -> int:
+    if any(row.values for row in rows):
+        return _VERSION_VALUES
+    return _VERSION if all(row.multi_modal is None for row in rows) else _VERSION_MULTI_MODAL
 
 
 def _bound(frame: bytes) -> int:
@@ -65,9 +73,9 @@ def decode_rows(frame: bytes) -> list[Row]:
     Raises:
         FrameError: the frame is truncated, malformed, of another version, or claims impossible sizes.
     """
-    if not frame or frame[0] not in (_VERSION, _VERSION_MULTI_MODAL):
+    if not frame or frame[0] not in _VERSIONS:
         found = frame[0] if frame else "nothing"
-        known = f"{_VERSION} or {_VERSION_MULTI_MODAL}"
+        known = f"{_VERSION} to {_VERSIONS[-1]}"
         raise FrameError(f"rows frame of version {found}, expected {known}; run the same release everywhere")
     forms = unpack(memoryview(frame)[1:].tobytes())
     if not isinstance(forms, list):
@@ -106,6 +114,8 @@ def _encode_row(row: Row, compressor: zstandard.ZstdCompressor) -> dict[str, Any
         form["c"] = row.completion
     if row.multi_modal is not None:
         form["m"] = encode_dict(row.multi_modal, compressor)
+    if row.values:
+        form["v"] = {name: [code_of(value), shuffled(np.asarray(value))] for name, value in row.values.items()}
     return form
 
 
@@ -140,7 +150,16 @@ def _decode_row(form: dict[str, Any], decompressor: zstandard.ZstdDecompressor) 
         is_truncated=truncated,
         multi_modal=None if multi_modal is None else decode_dict(multi_modal, decompressor),
         completion=completion,
+        values={name: _decode_value(name, spec) for name, spec in form.get("v", {}).items()},
     )
+
+
+def _decode_value(name: Any, spec: list[Any]) -> np.generic:
+    code, data = spec
+    if not isinstance(name, str) or code not in CODES:
+        raise FrameError(f"the value of {name!r} is malformed")
+    (value,) = unshuffled(data, code, 1)  # ValueError unless it has the length of one
+    return cast("np.generic", value)
 
 
 def _decode_array(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from forebay.errors import SlotDataError, WorkflowContractError
+from forebay.wire.arrays import CODES, code_of, numpy_of
 from forebay.wire.multi_modal import row_dicts
 
-__all__ = ["LARGEST_REWARD", "PADDING", "Row", "rows_from_tensors"]
+__all__ = ["LARGEST_REWARD", "PADDING", "Row", "check_shapes", "rows_from_tensors"]
 
 PADDING: Mapping[str, float] = {"versions": -1, "turn_ids": -1}
 """What a key is padded with to the right; every other key with 0."""
@@ -46,6 +47,8 @@ class Row:
     ...) and plain values."""
     completion: str | None = None
     """Completion id of an interaction; None: a row of a tensor result."""
+    values: dict[str, np.generic] = field(default_factory=dict)
+    """The workflow's own keys that have one value for each row: [B] in tensors."""
     _trained: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -85,14 +88,61 @@ class Row:
 
 
 def _numpy(name: str, value: Any) -> np.ndarray[Any, Any]:
-    if hasattr(value, "detach"):  # a torch tensor, without importing torch
-        try:
-            value = value.detach().cpu().numpy()
-        except (TypeError, RuntimeError) as error:  # numpy has no such type (bfloat16), or no such layout (sparse)
-            raise WorkflowContractError(f"{name} has a type that does not travel: {error}") from None
+    try:
+        value = numpy_of(value)  # bfloat16 becomes float32, of the same values
+    except (TypeError, RuntimeError) as error:  # numpy has no such type (float8), or no such layout (sparse)
+        raise WorkflowContractError(f"{name} has a type that does not travel: {error}") from None
     if not isinstance(value, np.ndarray):
         raise WorkflowContractError(f"{name} is a {type(value).__name__}; a workflow returns tensors")
     return value
+
+
+def check_shapes(shapes: Mapping[str, Sequence[int]]) -> tuple[int, int]:
+    """B and S of a tensor result whose keys have these shapes: which shapes are right is decided here alone.
+
+    Keys of the contract's table are [B] or [B, S] as it says; a workflow's own are either, by their number of
+    dimensions.
+
+    Raises:
+        WorkflowContractError: a required key is missing, a key is no text, or a shape is wrong.
+        SlotDataError: there are fewer logprobs than tokens.
+    """
+    for name in shapes:
+        if not isinstance(name, str):
+            raise WorkflowContractError(f"the result has the key {name!r}; keys are strings")
+    for name in _REQUIRED:
+        if name not in shapes:
+            raise WorkflowContractError(f"the result has no {name}; it has {', '.join(sorted(shapes)) or 'nothing'}")
+    ids = shapes["input_ids"]
+    if len(ids) != 2 or 0 in ids:
+        raise WorkflowContractError(
+            f"input_ids has shape {list(ids)}, expected [B, S] with B and S at least 1; "
+            "add the batch dimension with unsqueeze(0)"
+        )
+    size, width = ids
+    for name, shape in shapes.items():
+        _check_shape(name, list(shape), size, width)
+    return size, width
+
+
+def _check_shape(name: str, shape: list[int], size: int, width: int) -> None:
+    if name == "logprobs" and len(shape) == 2 and shape[0] == size and shape[1] < width:
+        raise SlotDataError(f"logprobs are missing: {shape[1]} for {width} tokens; zeros are never filled in")
+    per_row, per_token = [size], [size, width]
+    if name in _PER_ROW or name in _DTYPES:
+        want = per_row if name in _PER_ROW else per_token
+        if shape != want:
+            raise WorkflowContractError(f"{name} has shape {shape}, expected {want}")
+    elif len(shape) > 2:
+        raise WorkflowContractError(
+            f"{name} has shape {shape}; a workflow's own key is {per_row}, a value for each row, or {per_token}, one "
+            "for each token: reduce it, give each slice a key of its own, or put it into multi_modal_input, whose "
+            "dicts hold arrays of any shape"
+        )
+    elif shape not in (per_row, per_token):
+        raise WorkflowContractError(
+            f"{name} has shape {shape}, expected {per_row}, a value for each row, or {per_token}, one for each token"
+        )
 
 
 def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | None]:
@@ -102,8 +152,8 @@ def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | Non
 
     Raises:
         WorkflowContractError: a required key is missing, or a shape or a type is wrong.
-        SlotDataError: a logprob or a reward is NaN, infinite or missing for a token, or an integer is out of range.
-            Nothing is filled in, and nothing wraps.
+        SlotDataError: a logprob or a reward is NaN, infinite or missing for a token, an integer is out of range, or a
+            ``loss_mask`` has another value than 0 and 1. Nothing is filled in, and nothing wraps.
     """
     arrays = {
         name: _numpy(name, value)
@@ -111,22 +161,8 @@ def rows_from_tensors(result: Mapping[str, Any]) -> tuple[list[Row], float | Non
         if name not in ("rollout_reward", "rollout_group", "multi_modal_input")
         and not (name == "rewards" and value is None)
     }
-    for name in _REQUIRED:
-        if name not in arrays:
-            raise WorkflowContractError(f"the result has no {name}; it has {', '.join(sorted(arrays)) or 'nothing'}")
-    if arrays["input_ids"].ndim != 2 or 0 in arrays["input_ids"].shape:
-        raise WorkflowContractError(
-            f"input_ids has shape {list(arrays['input_ids'].shape)}, expected [B, S] with B and S at least 1; "
-            "add the batch dimension with unsqueeze(0)"
-        )
-    size, width = arrays["input_ids"].shape
+    size, _ = check_shapes({name: array.shape for name, array in arrays.items()})
     for name, array in arrays.items():
-        per_row = name in _PER_ROW
-        want = (size,) if per_row else (size, width)
-        if name == "logprobs" and array.ndim == 2 and len(array) == size and array.shape[1] < width:
-            raise SlotDataError(f"logprobs are missing: {array.shape[1]} for {width} tokens; zeros are never filled in")
-        if tuple(array.shape) != want:
-            raise WorkflowContractError(f"{name} has shape {list(array.shape)}, expected {list(want)}")
         _check_dtype(name, array)
     reference = _reference(result.get("rollout_reward"), size)
     lengths = _lengths(arrays["attention_mask"])
@@ -164,9 +200,10 @@ def _reference(value: Any, size: int) -> float | None:
 
 def _check_dtype(name: str, array: np.ndarray[Any, Any]) -> None:
     kinds = {"logprobs": "f", "token_rewards": "f", "rewards": "fiu", "original_rewards": "fiu"}.get(name, "biu")
-    if name not in _DTYPES and name not in _PER_ROW:
+    own = name not in _DTYPES and name not in _PER_ROW
+    if own:
         kinds = "biuf"
-    if array.dtype.kind not in kinds:
+    if array.dtype.kind not in kinds or (own and code_of(array) not in CODES):
         raise WorkflowContractError(f"{name} has dtype {array.dtype}")
 
 
@@ -194,15 +231,28 @@ def _converted(where: str, values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -
         return np.ascontiguousarray(values, dtype=dtype)
 
 
+def _check_loss_mask(at: int, mask: np.ndarray[Any, Any]) -> None:
+    # Trainers multiply the loss by it: any other number would be a weight that nobody asked for.
+    if mask.min() < 0 or mask.max() > 1:
+        bad = int(np.flatnonzero((mask < 0) | (mask > 1))[0])
+        raise SlotDataError(f"row {at}: loss_mask[{bad}] is {mask[bad]}; it is 1 where a token is trained on, else 0")
+
+
 def _row(arrays: Mapping[str, np.ndarray[Any, Any]], at: int, length: int) -> Row:
     tokens: dict[str, np.ndarray[Any, Any]] = {}
+    values: dict[str, np.generic] = {}
     for name, array in arrays.items():
         if name in _PER_ROW or name == "attention_mask":
             continue
-        tokens[name] = _converted(f"row {at}: {name}", array[at, :length], _DTYPES.get(name, array.dtype))
+        if array.ndim == 1:
+            values[name] = array[at]
+        else:
+            tokens[name] = _converted(f"row {at}: {name}", array[at, :length], _DTYPES.get(name, array.dtype))
     if int(tokens["input_ids"].min()) < 0:
         raise SlotDataError(f"row {at}: input_ids has the negative id {tokens['input_ids'].min()}")
-    row = Row(tokens)
+    if "loss_mask" in tokens:
+        _check_loss_mask(at, tokens["loss_mask"])
+    row = Row(tokens, values=values)
     if "versions" in tokens:
         # AReaL's documents put 0 on prompt tokens; only generated tokens have a version.
         tokens["versions"] = np.where(row.trained, tokens["versions"], np.int32(-1))

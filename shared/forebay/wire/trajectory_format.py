@@ -1,8 +1,8 @@
 """``check_trajectory_format``: whether a workflow's result is exactly what the contract says (section 2).
 
 Off by default, for what it refuses that would do no harm (a mask of integers, a key less than in other slots); what
-would do harm is refused in every setting, by :mod:`forebay.wire.rows`. It looks at types and shapes only, so it costs
-the same for 100 and for 100,000 tokens.
+would do harm is refused in every setting, by :mod:`forebay.wire.rows`, which also says which shapes are right. It looks
+at types and shapes only, so it costs the same for 100 and for 100,000 tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from forebay.errors import WorkflowContractError
 from forebay.interactions import Interaction
+from forebay.wire.rows import check_shapes
 
 __all__ = ["EXEMPT", "check_keys", "check_trajectory"]
 
@@ -41,6 +42,7 @@ def check_trajectory(result: Any) -> frozenset[str] | None:
 
     Raises:
         WorkflowContractError: says what is wrong, with the key, what it has and what is expected.
+        SlotDataError: there are fewer logprobs than tokens.
     """
     if result is None:
         return None
@@ -50,18 +52,17 @@ def check_trajectory(result: Any) -> frozenset[str] | None:
         raise WorkflowContractError("the result is an empty dict; return None to reject the episode")
     if all(isinstance(value, Interaction) for value in result.values()):
         return None
-    for name in ("input_ids", "attention_mask"):
-        if name not in result:
-            raise WorkflowContractError(f"the result has no {name}; it has {', '.join(sorted(map(str, result)))}")
-    shape = _shape("input_ids", result["input_ids"])
-    if len(shape) != 2:
-        raise WorkflowContractError(f"input_ids has shape {shape}, expected [B, S]")
-    for name, value in result.items():
-        if name == "multi_modal_input":
-            _check_multi_modal(value, shape[0])
-        elif name not in EXEMPT and not (name == "rewards" and value is None):
-            _check_tensor(name, value, shape)
-    return frozenset(str(name) for name in result) - EXEMPT
+    tensors = {
+        name: value
+        for name, value in result.items()
+        if name != "multi_modal_input" and name not in EXEMPT and not (name == "rewards" and value is None)
+    }
+    size, _ = check_shapes({name: _shape(name, value) for name, value in tensors.items()})
+    for name, value in tensors.items():
+        _check_dtype(name, value)
+    if "multi_modal_input" in result:
+        _check_multi_modal(result["multi_modal_input"], size)
+    return frozenset(result) - EXEMPT
 
 
 def _shape(name: str, value: Any) -> list[int]:
@@ -70,12 +71,7 @@ def _shape(name: str, value: Any) -> list[int]:
     return list(value.shape)
 
 
-def _check_tensor(name: str, value: Any, ids: list[int]) -> None:
-    shape = _shape(name, value)
-    if not shape or shape[0] != ids[0]:
-        raise WorkflowContractError(f"{name} has shape {shape}; its first dimension must be {ids[0]}, as of input_ids")
-    if len(shape) > 1 and shape[1] != ids[1]:
-        raise WorkflowContractError(f"{name} has shape {shape}; its second dimension must be {ids[1]}, as of input_ids")
+def _check_dtype(name: str, value: Any) -> None:
     dtype = str(value.dtype).removeprefix("torch.")
     allowed = _DTYPES.get(name)
     if allowed is not None and dtype not in allowed:

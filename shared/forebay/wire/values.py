@@ -15,6 +15,7 @@ import msgpack
 import numpy as np
 
 from forebay.errors import FrameError, ImportNotAllowedError, SubmitError, WorkflowError
+from forebay.wire.arrays import numpy_of
 from forebay.wire.settings_forms import SETTINGS, decode_settings, settings_base, settings_fields, settings_name
 
 __all__ = ["MAX_DEPTH", "callable_name", "decode_plain", "encode_kwargs", "encode_plain", "pack", "unpack"]
@@ -24,6 +25,7 @@ TAG = "__forebay__"
 MAX_DEPTH = 64
 _ARRAYS = frozenset({"b1", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8"})
 """Array types that travel."""
+_BFLOAT16 = "bfloat16"
 _MAX_VALUES_BYTES = 256 * 2**20
 
 
@@ -50,7 +52,8 @@ def unpack(frame: bytes) -> Any:
 def encode_plain(value: Any, where: str = "data", _depth: int = 0) -> Any:
     """`value` reduced to msgpack types: None, bool, int, float, str, bytes, lists and string-keyed dicts.
 
-    Tuples become lists; numpy arrays, and torch tensors without gradient, travel with their dtype and shape.
+    Tuples become lists; numpy arrays, and torch tensors without gradient, travel with their dtype and shape, bfloat16
+    among them.
 
     Raises:
         SubmitError: something in `value` is none of these; the message has the path to it, beginning with `where`.
@@ -201,14 +204,16 @@ def _is_tensor(value: Any) -> bool:
 def _encode_array(value: Any, where: str) -> dict[str, Any]:
     torch_made = _is_tensor(value)
     try:
-        array = np.ascontiguousarray(value.detach().cpu().numpy() if torch_made else value)
-    except (TypeError, RuntimeError) as error:  # numpy has no such type (bfloat16), or no such layout (sparse)
+        array = np.ascontiguousarray(numpy_of(value))
+    except (TypeError, RuntimeError) as error:  # numpy has no such type (float8), or no such layout (sparse)
         raise SubmitError(f"{where}: this tensor cannot travel: {error}") from None
     code = array.dtype.str.lstrip("<>=|")
     if code not in _ARRAYS:
         raise SubmitError(f"{where}: arrays of dtype {array.dtype} cannot travel; use bool, integers or floats")
     data = array.astype(array.dtype.newbyteorder("<")).tobytes()
-    return {TAG: "array", "dtype": code, "shape": list(value.shape), "data": data, "torch": torch_made}
+    # bfloat16 crosses as float32, which numpy has and which holds its every value, and is made bfloat16 again.
+    made = _BFLOAT16 if torch_made and str(value.dtype) == f"torch.{_BFLOAT16}" else torch_made
+    return {TAG: "array", "dtype": code, "shape": list(value.shape), "data": data, "torch": made}
 
 
 def _decode_array(form: dict[str, Any]) -> Any:
@@ -224,7 +229,8 @@ def _decode_array(form: dict[str, Any]) -> Any:
     if form.get("torch"):
         import torch
 
-        return torch.from_numpy(array)
+        tensor = torch.from_numpy(array)
+        return tensor.bfloat16() if form["torch"] == _BFLOAT16 else tensor
     return array
 
 
