@@ -250,8 +250,8 @@ class DumpRewrite(_Envelope):
 
     def __post_init__(self) -> None:
         """Build the nested summary, which must be the group's own."""
-        if not isinstance(self.summary, GroupSummary):
-            self.summary = GroupSummary._build(self.summary)
+        given = self.summary
+        self.summary = given if isinstance(given, GroupSummary) else GroupSummary._build(given)
         if type(self.task) is not int or not isinstance(self.folder, str) or self.summary.task != self.task:
             raise ValueError(f"task {self.task!r}, folder {self.folder!r}, summary of task {self.summary.task!r}")
 
