@@ -79,6 +79,7 @@ class Committer:
             head=decision.summary.head,
             dump_folder=folder,
             detail=decision.detail[:_MAX_DETAIL],
+            usable=len(decision.summary.rollouts),
         )
         if done and self._metrics is not None:
             self._metrics.decided(decision.summary, decision.reason)

@@ -1,21 +1,20 @@
 """Cuts batches from ready groups, oldest first (contract, section 6).
 
 Rewards that take statistics of the batch are normalized here, in the batch's index alone: what waits in Redis stays as
-shaped, so that the groups of a dissolved batch are normalized anew in the next (contract, section 5).
+shaped, so that the groups of a dissolved batch are normalized anew in the next (contract, section 5). Where they are
+dumped, the cut also records that their files are to have these rewards (contract, section 11).
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import structlog
 
-from forebay.group_rewards import normalized_batch
+from forebay.group_rewards import normalized_batch, packed_rewards
 from forebay.settings import RunSettings
 from forebay.store.store import Store
 from forebay.wire.envelopes import BatchIndex, GroupSummary
-from forebay_collector.dump import Dumper
 from forebay_collector.metrics import CollectorMetrics
 
 __all__ = ["Cutter"]
@@ -29,16 +28,9 @@ _EVICT_EVERY_S = 0.25
 class Cutter:
     """Cuts whenever enough groups are ready; at the end of the data, whatever is left."""
 
-    def __init__(
-        self,
-        store: Store,
-        settings: RunSettings,
-        metrics: CollectorMetrics | None = None,
-        dumper: Dumper | None = None,
-    ) -> None:
+    def __init__(self, store: Store, settings: RunSettings, metrics: CollectorMetrics | None = None) -> None:
         self._store = store
         self._metrics = metrics or CollectorMetrics(settings)
-        self._dumper = dumper
         self._early_cancel = settings.early_cancel
         self._batch_size = settings.batch_size
         self._looked = 0.0
@@ -61,13 +53,13 @@ class Cutter:
             groups = normalized_batch([GroupSummary.unpack(summary) for _, summary in ready])
             status = await self._store.status()
             index = BatchIndex(groups, partial=partial, metrics=self._metrics.of_batch(groups, status))
-            batch_id = await self._store.cut(epoch, index.pack(), [task_id for task_id, _ in ready])
+            tasks = [task_id for task_id, _ in ready]
+            batch_id = await self._store.cut(epoch, index.pack(), tasks, packed_rewards(groups))
             if batch_id is None:
                 tries += 1
                 continue
             cut += 1
             self._metrics.cut(groups, status)
-            await self._rewrite_dumps(groups)
             log.info("batch.cut", batch_id=batch_id, groups=len(groups), partial=partial)
         return cut
 
@@ -80,12 +72,3 @@ class Cutter:
         evicted = await self._store.evict_stale(epoch, running_too=self._early_cancel)
         if evicted:
             log.info("groups.evicted", count=len(evicted), task_ids=evicted[:20])
-
-    async def _rewrite_dumps(self, groups: list[GroupSummary]) -> None:
-        """Rewards that take statistics of the batch were not known when their groups were dumped."""
-        if self._dumper is None or not self._dumper.on:
-            return
-        late = [group for group in groups if group.batch_norm is not None]
-        folders = await self._store.dump_folders([group.task for group in late])
-        dumped = [(group, folder) for group, folder in zip(late, folders, strict=True) if folder]
-        await asyncio.gather(*(self._dumper.rewrite_rewards(*one) for one in dumped))

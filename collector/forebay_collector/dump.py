@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import numpy as np
 import structlog
 
-from forebay.errors import SettingsError
+from forebay.errors import FrameError, SettingsError
 from forebay.metrics import scope_of
 from forebay.settings import RunSettings
-from forebay.wire.envelopes import GroupRules, GroupSummary, RowSummary, SlotHeader
+from forebay.wire.envelopes import DumpRewrite, GroupRules, GroupSummary, RowSummary, SlotHeader
 from forebay.wire.rows import Row
 
 __all__ = ["Dumper", "run_lengths", "segments"]
@@ -239,12 +239,18 @@ class Dumper:
 
         await self._rewrite("mark_failed", task_id, folder, mark)
 
-    async def rewrite_rewards(self, summary: GroupSummary, folder: str) -> None:
-        """Give the file of a group the rewards in `summary`, which its batch was cut with. Nothing else changes.
+    async def rewrite_rewards(self, entry: bytes) -> None:
+        """Give the file of a group the rewards in `entry`, a packed :class:`DumpRewrite`. Nothing else changes.
 
         For rewards with statistics of the batch, which were not known when the file was written; again whenever the
         group is cut into another batch.
         """
+        try:
+            asked = DumpRewrite.unpack(entry)
+        except FrameError as error:
+            self._skip("reward_failed", -1, str(error))
+            return
+        summary = asked.summary
         known = {(rollout.sample_idx, at): row for rollout in summary.rollouts for at, row in enumerate(rollout.rows)}
 
         def reward(line: dict[str, Any]) -> dict[str, Any]:
@@ -257,7 +263,7 @@ class Dumper:
                     out[name] = value
             return out
 
-        await self._rewrite("reward_failed", summary.task, folder, reward)
+        await self._rewrite("reward_failed", asked.task, asked.folder, reward)
 
     async def _rewrite(
         self, why: str, task_id: int, folder: str, change: Callable[[dict[str, Any]], dict[str, Any]]

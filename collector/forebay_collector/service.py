@@ -40,6 +40,7 @@ log = structlog.get_logger(__name__)
 _READ_COUNT = 500
 _BLOCK_S = 0.5
 _COMMITS_AT_ONCE = 16
+_REWRITES_AT_ONCE = 100
 _SWEEP_EVERY_S = 5.0
 _AWAY_S = 0.5
 
@@ -81,7 +82,7 @@ class Collector:
         self._committer = Committer(
             store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping, self._metrics
         )
-        self._cutter = Cutter(store, rules, self._metrics, self._dumper)
+        self._cutter = Cutter(store, rules, self._metrics)
         self._epoch = 0
         self._told: str | None = None
         """Why the run has stopped itself, as far as it was logged."""
@@ -129,7 +130,7 @@ class Collector:
             named_task("results", self._forever(self._collect)),
             named_task("cutter", self._forever(self._cut)),
             named_task("reaper", self._forever(self._reap)),
-            named_task("dump", self._forever(self._mark_evicted)),
+            named_task("dump", self._forever(self._mend_dumps)),
         ]
         log.info("collector.ready", collector=self.name, run=self._store.keys.run, epoch=self._epoch,
                  batch_size=self._rules.batch_size, capacity=self._rules.capacity)  # fmt: skip
@@ -239,12 +240,18 @@ class Collector:
             log.error("run.stopped", run=self._store.keys.run, reason=reason, remedy="mend the cause, `forebay resume`")
         self._told = reason
 
-    async def _mark_evicted(self) -> None:
+    async def _mend_dumps(self) -> None:
+        """Bring files up to what became of their groups since. Who dies in between is followed by one that does it."""
         for task_id, folder, reason in await self._store.evicted_dumps():
             if folder:
                 await self._dumper.mark_evicted(task_id, folder, reason)
             await self._store.forget_evicted_dump(task_id)
-        await asyncio.sleep(_BLOCK_S)
+        entries = await self._store.dump_rewrites(_REWRITES_AT_ONCE)
+        # Those of one group are asked for in the list's order, and done in that order: the last cut's rewards stay.
+        await asyncio.gather(*(self._dumper.rewrite_rewards(entry) for entry in entries))
+        await self._store.forget_dump_rewrites(entries)
+        if len(entries) < _REWRITES_AT_ONCE:
+            await asyncio.sleep(_BLOCK_S)
 
 
 def _make_exposition(store: Store, dumper: Dumper) -> Exposition:

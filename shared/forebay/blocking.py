@@ -194,7 +194,10 @@ class Client:
         )  # fmt: skip
 
     def wait(self, count: int, *, consumer: str = "trainer", timeout_s: float | None = None) -> Rollouts | None:
-        """The next `count` accepted groups, however they are batched; fewer at the end of the data, None after it."""
+        """The next `count` accepted groups, however they are batched; fewer at the end of the data, None after it.
+
+        ``metrics`` say what is in these groups, and nothing of others.
+        """
         return self._loop.run(self._client.wait(count, consumer=consumer, timeout_s=timeout_s))
 
     def prepare_batch(

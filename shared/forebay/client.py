@@ -189,7 +189,8 @@ class AsyncClient:
         """The next `count` accepted groups, however they are batched; fewer at the end of the data, None after it.
 
         A batch is acknowledged when its last group was returned and this is called again. `timeout_s` bounds the wait
-        for each batch. Raises as :meth:`AsyncBatchStream.next` does.
+        for each batch. ``metrics`` say what is in these groups (the second part in docs/metrics.md, without staleness);
+        what became of others is told with whole batches alone. Raises as :meth:`AsyncBatchStream.next` does.
         """
         if type(count) is not int or count < 1:
             raise SubmitError(f"count={count!r}: must be an integer of at least 1")

@@ -7,12 +7,11 @@ where a group is normalized by such, are those of all groups that one call asks 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from forebay.batches import CollectedRollouts, Watch, load_rows
 from forebay.errors import GroupNotDeliveredError
-from forebay.group_rewards import normalized_batch
+from forebay.group_rewards import normalized_batch, packed_rewards
 from forebay.metrics import scope_metrics, scope_of
 from forebay.settings import RunSettings
 from forebay.store.records import Collected
@@ -23,7 +22,6 @@ __all__ = ["collect_groups"]
 
 _FIRST_POLL_S = 0.01
 _LONGEST_POLL_S = 0.25
-_REJECTED = "rejected: "
 
 
 async def collect_groups(
@@ -41,6 +39,7 @@ async def collect_groups(
     watch = Watch(store, settings, timeout_s, "result")
     groups: list[GroupSummary] = []
     ended: dict[int, str] = {}
+    others: list[Collected] = []
     version = 0
     for task_id in task_ids:
         found = await _one(store, watch, task_id)
@@ -49,6 +48,7 @@ async def collect_groups(
             version = found.version
         else:
             ended[task_id] = f"{found.state}: {found.detail}"
+            others.append(found)
     rows = await load_rows(store, groups, "the groups that were asked for")
     normalized = normalized_batch(groups)
     at = 0
@@ -57,13 +57,14 @@ async def collect_groups(
             for summary in rollout.rows:
                 rows[at].reward, rows[at].original_reward = summary.reward, summary.original_reward
                 at += 1
-    await store.discard([group.task for group in groups])
-    metrics = scope_metrics(normalized, scope_of(is_eval=is_eval), rejected=_reasons(ended))
+    await store.discard([group.task for group in groups], packed_rewards(normalized))
+    metrics = scope_metrics(
+        normalized,
+        scope_of(is_eval=is_eval),
+        rejected=[(one.group_size, one.usable, one.detail) for one in others if one.state == "rejected"],
+        evicted=[(one.group_size, one.usable) for one in others if one.state == "evicted"],
+    )
     return CollectedRollouts(version=version, groups=normalized, rows=rows, ended=ended, metrics=metrics)
-
-
-def _reasons(ended: Mapping[int, str]) -> Counter[str]:
-    return Counter(text.removeprefix(_REJECTED) for text in ended.values() if text.startswith(_REJECTED))
 
 
 async def _one(store: Store, watch: Watch, task_id: int) -> Collected:

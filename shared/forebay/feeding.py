@@ -10,6 +10,7 @@ from typing import Any
 
 from forebay.batches import AsyncBatch, AsyncBatchStream, Rollouts, concatenated
 from forebay.errors import QueueFullError, SubmitError
+from forebay.metrics import batch_metrics, scope_of
 from forebay.store.store import Store
 
 __all__ = ["Feed", "Feeds", "GroupBuffer"]
@@ -123,4 +124,6 @@ class GroupBuffer:
             parts.append(batch.select([place for _, place in mine]))
             if not self._left or self._left[0][0] is not batch:
                 self._done.append(batch)
-        return concatenated(parts)
+        out = concatenated(parts)
+        out.metrics = batch_metrics(out.groups, scope_of(is_eval=False))
+        return out

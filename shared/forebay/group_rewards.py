@@ -14,7 +14,7 @@ from forebay.normalization import ShapedRollout, normalize
 from forebay.reward_rules import NormConfig
 from forebay.wire.envelopes import GroupSummary, RowSummary
 
-__all__ = ["normalized_batch", "with_rewards"]
+__all__ = ["normalized_batch", "packed_rewards", "with_rewards"]
 
 
 def normalized_batch(groups: Sequence[GroupSummary]) -> list[GroupSummary]:
@@ -40,6 +40,14 @@ def normalized_batch(groups: Sequence[GroupSummary]) -> list[GroupSummary]:
         for at, known, values in zip(places, shaped, normalize(shaped, norm), strict=True):
             out[at] = with_rewards(out[at], known, values, normalized=True)
     return out
+
+
+def packed_rewards(groups: Sequence[GroupSummary]) -> dict[int, bytes]:
+    """Packed summaries, by task id, of those of `groups` that :func:`normalized_batch` has given their rewards.
+
+    Their dumps, if they have any, were written before, and are rewritten from these (contract, section 11).
+    """
+    return {group.task: group.pack() for group in groups if group.batch_norm is not None and group.rewards_normalized}
 
 
 def with_rewards(

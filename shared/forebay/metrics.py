@@ -7,7 +7,7 @@ against each other.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forebay.outcomes import RejectReason
@@ -45,18 +45,21 @@ class GroupTally:
 
     def add(self, group: GroupSummary, reason: RejectReason | None) -> None:
         """Count a group that was decided: accepted where `reason` is None."""
-        usable = len(group.rollouts)
+        self.count(group.group_size, len(group.rollouts), reason)
+
+    def count(self, group_size: int, usable: int, reason: str | None) -> None:
+        """Count a group of which this is known: slots asked for, usable ones, and the reason if it was rejected."""
         trainable = usable if reason in _AFTER_ALL_FILTERS else 0
         self.groups += 1
-        self.target_slots += group.group_size
+        self.target_slots += group_size
         self.usable_slots += usable
         self.trainable_slots += trainable
         self.fully_masked += usable == 0
         self.singletons += usable == 1
-        self.usable_yield += usable / group.group_size
-        self.trainable_yield += trainable / group.group_size
+        self.usable_yield += usable / max(1, group_size)  # 0: a collector of an older release did not say
+        self.trainable_yield += trainable / max(1, group_size)
         if reason is not None:
-            self.rejected[reason.value] += 1
+            self.rejected[str(reason)] += 1
 
     def merge(self, other: GroupTally) -> None:
         """Count what `other` has counted."""
@@ -114,23 +117,31 @@ def batch_metrics(groups: Sequence[GroupSummary], scope: str, version: int | Non
 
 
 def scope_metrics(
-    groups: Sequence[GroupSummary], scope: str, *, rejected: Mapping[str, int] | None = None
+    groups: Sequence[GroupSummary],
+    scope: str,
+    *,
+    rejected: Iterable[tuple[int, int, str]] = (),
+    evicted: Iterable[tuple[int, int]] = (),
 ) -> dict[str, float]:
     """All metrics of groups that stand for themselves, such as those of an evaluation: no batch, so no staleness.
 
     Args:
-        groups: those that were accepted.
+        groups: those that were accepted and are here.
         scope: ``rollout`` or ``eval-rollout``.
-        rejected: how many others were rejected, by reason. Of these no slots are known, so they are counted only.
+        rejected: of each rejected one the slots asked for, the usable ones, and the reason.
+        evicted: of each that was accepted, and evicted since, the slots asked for and the usable ones. As in the
+            metrics of a batch they count as accepted too.
     """
     tally = GroupTally()
     for group in groups:
         tally.add(group, None)
-    out = tally.metrics(scope)
-    for reason, count in (rejected or {}).items():
-        out[f"{scope}/rejected"] += count
-        out[f"{scope}/rejected/{reason}"] = float(count)
-    return out | batch_metrics(groups, scope)
+    for size, usable, reason in rejected:
+        tally.count(size, usable, reason)
+    gone = 0
+    for size, usable in evicted:
+        tally.count(size, usable, None)
+        gone += 1
+    return {**tally.metrics(scope), f"{scope}/evicted": float(gone), **batch_metrics(groups, scope)}
 
 
 def loss_weight(group: GroupSummary) -> int:

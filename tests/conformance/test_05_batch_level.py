@@ -130,7 +130,7 @@ async def ready(driver: Driver, head: int, *given_rewards: float, norm: NormConf
 async def test_a_dissolved_batch_is_normalized_anew(driver: Driver) -> None:
     """5: statistics are computed again where a stale group dissolved the batch, before the first delivery."""
     norm = NormConfig(std_level=None)
-    cutter = Cutter(driver.store, load(RunSettings, batch_size=2), [].append)
+    cutter = Cutter(driver.store, load(RunSettings, batch_size=2))
     old = await ready(driver, 0, 0.0, 1.0, norm=norm)
     await driver.store.set_version(1)
     kept = await ready(driver, 1, 4.0, 7.0, norm=norm)

@@ -342,7 +342,7 @@ class TestEvaluation:
         for attempt in await driver.claim():
             await driver.publish(attempt)
         await driver.commit(task, reason=reason)
-        assert await store.collect(task) == Collected(state, detail=reason)
+        assert await store.collect(task) == Collected(state, detail=reason, group_size=2, usable=2)
 
     async def test_what_nobody_collects_goes(self, store: Store, driver: Driver) -> None:
         """A result that nobody asks for is dropped after rows_ttl_s and counted as evicted: memory is bounded."""

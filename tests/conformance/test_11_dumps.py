@@ -20,7 +20,7 @@ from driver import Driver
 from helpers.building import group_of, headers_of, row
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from services import WORKFLOW, read, services
+from services import WORKFLOW, read, run_settings, services
 
 from forebay import RunSettings, Settings
 from forebay.errors import FencedError
@@ -32,7 +32,7 @@ from forebay.reward_rules import NormConfig, RewardShaping
 from forebay.store import Store
 from forebay.store.records import Channel
 from forebay.wire.codec import encode_rows
-from forebay.wire.envelopes import BatchIndex, GroupRules, GroupSummary, RowSummary, SlotHeader
+from forebay.wire.envelopes import BatchIndex, DumpRewrite, GroupRules, GroupSummary, RowSummary, SlotHeader
 from forebay.wire.rows import Row
 from forebay_collector.accept import AcceptFilter
 from forebay_collector.assembler import Assembled, Assembler
@@ -40,6 +40,7 @@ from forebay_collector.committer import Committer
 from forebay_collector.cutter import Cutter
 from forebay_collector.dump import Dumper
 from forebay_collector.metrics import CollectorMetrics
+from forebay_collector.service import Collector
 from forebay_ops.tiny_model import create_tiny_model
 
 RUN = "exp/trial"
@@ -262,19 +263,21 @@ class TestRewriting:
         root = tmp_path / "dumps"
         norm = NormConfig(mean_level="batch", std_level=None)
         rules = RunSettings(batch_size=2)
-        cutter = Cutter(driver.store, rules, CollectorMetrics(rules), dumper)
+        cutter = Cutter(driver.store, rules, CollectorMetrics(rules))
         tasks = []
         for version, reward in ((0, 2.0), (1, 6.0)):
             tasks += await driver.submit(1, size=1)
             await committed(driver, dumper, tasks[-1], [versions(version, version, reward=reward)], norm=norm)
             assert rewards(root, tasks[-1]) == (reward, None), "as they are before there is a batch"
         assert await cutter.cut(driver.epoch) == 1
+        await rewritten(driver, dumper)
         assert [rewards(root, task) for task in tasks] == [(-2.0, 2.0), (2.0, 6.0)], "mean 4"
         await driver.store.set_version(2)
         assert (await driver.take()).batch is None, "one of the two is stale"
         tasks += await driver.submit(1, size=1)
         await committed(driver, dumper, tasks[2], [versions(2, 2, reward=10.0)], norm=norm)
         assert await cutter.cut(driver.epoch) == 1
+        await rewritten(driver, dumper)
         batch, fresh = await driver.take_batch()
         assert fresh == tasks[1:]
         assert [rewards(root, task) for task in fresh] == [(-2.0, 6.0), (2.0, 10.0)], "mean 8"
@@ -283,6 +286,84 @@ class TestRewriting:
             assert rewards(root, group.task) == (known.reward, known.original_reward)
             assert lines(root, group.task)[0]["outcome"] == "accepted"
 
+    async def test_the_rewards_outlive_a_collector(self, driver: Driver, run_name: str, dump: dict[str, Any]) -> None:
+        """11, 5: one that is killed after its cuts is followed by one that rewrites, the last cut's rewards last."""
+        root = dump["fileroot"]
+        rules = run_settings(**dump)
+        dumper = Dumper(rules, run_name)
+        await dumper.open()
+        cutter = Cutter(driver.store, rules)
+        tasks: list[int] = []
+        for version, reward in ((0, 2.0), (1, 6.0)):
+            tasks += await driver.submit(1, size=1)
+            await committed(driver, dumper, tasks[-1], [versions(version, version, reward=reward)], norm=BY_BATCH)
+        assert await cutter.cut(driver.epoch) == 1
+        await driver.store.set_version(2)
+        assert (await driver.take()).batch is None, "one of the two is stale"
+        tasks += await driver.submit(1, size=1)
+        await committed(driver, dumper, tasks[2], [versions(2, 2, reward=10.0)], norm=BY_BATCH)
+        assert await cutter.cut(driver.epoch) == 1
+        assert [rewards(root, task) for task in tasks[1:]] == [(6.0, None), (10.0, None)], "nobody has rewritten yet"
+
+        await dumper.close()
+        await driver.store.resign("collector-1")
+        stop = asyncio.Event()
+        successor = Collector(driver.store, rules)
+        await successor.open()
+        serving = asyncio.create_task(successor.serve(stop))
+        async with asyncio.timeout(20):
+            while await driver.store.dump_rewrites(1):  # noqa: ASYNC110 (in Redis)
+                await asyncio.sleep(0.02)
+        found = [rewards(root, task) for task in tasks[1:]]
+        assert found == [(-2.0, 6.0), (2.0, 10.0)], "mean 8, not that of the batch that was dissolved"
+        stop.set()
+        await serving
+
+    async def test_rewards_of_groups_collected_by_id(self, redis_url: str, run_name: str, dump: dict[str, Any]) -> None:
+        """11, 5, 13: where the batch is what one rollout_batch returns, the files have its rewards too."""
+        prompts = [{"ids": [1, 2], "rewards": {"0": low, "1": low + 2}} for low in (1.0, 5.0)]
+        async with services(redis_url, run_name, **dump) as (_, client):
+            found = await client.rollout_batch(prompts, WORKFLOW, {}, reward_normalization=BY_BATCH, timeout_s=30)
+            want = {
+                group.task: [(one.reward, one.original_reward) for rollout in group.rollouts for one in rollout.rows]
+                for group in found.groups
+            }
+            assert list(want.values()) == [[(-3.0, 1.0), (-1.0, 3.0)], [(1.0, 5.0), (3.0, 7.0)]]
+            for task, known in want.items():
+                await eventually(
+                    lambda task=task, known=known: [  # type: ignore[misc]
+                        (line["reward"], line.get("original_reward")) for line in lines(dump["fileroot"], task)
+                    ] == known,
+                    f"the rewards of group {task}",
+                )  # fmt: skip
+
+    @pytest.mark.parametrize(("norm", "dumped"), [(None, True), ("batch", False), ("batch", True)])
+    async def test_nothing_is_kept_in_vain(
+        self, driver: Driver, dumper: Dumper, norm: str | None, *, dumped: bool
+    ) -> None:
+        """11: only a group that has a file, and rewards of its batch, waits to be rewritten: memory is bounded."""
+        silent = Dumper(RunSettings(), RUN)
+        rule = None if norm is None else BY_BATCH
+        for _ in range(2):
+            (task,) = await driver.submit(1, size=1)
+            await committed(driver, dumper if dumped else silent, task, [versions(0, 0)], norm=rule)
+        assert await Cutter(driver.store, RunSettings(batch_size=2)).cut(driver.epoch) == 1
+        assert len(await driver.store.dump_rewrites(10)) == (2 if dumped and norm else 0)
+
+    async def test_an_entry_that_cannot_be_read(self, dumper: Dumper, tmp_path: Path) -> None:
+        """11: it is counted, and names no other file: the group's own id is what the script knew."""
+        summary, rows = group_of({0: [versions(1, 1)]})
+        await dumper.write("rollout/1", summary, rows, headers_of(summary), "accepted", "", 1)
+        before = lines(tmp_path / "dumps", summary.task)
+        foreign = DumpRewrite(summary.task, "rollout/1", summary)
+        foreign.task += 1
+        for entry in (b"", b"\x83", foreign.pack(), DumpRewrite(summary.task, "rollout/1", summary).pack()[:-1]):
+            await dumper.rewrite_rewards(entry)
+        assert dumper.skipped == {"reward_failed": 4}
+        assert lines(tmp_path / "dumps", summary.task) == before
+
+
+BY_BATCH = NormConfig(mean_level="batch", std_level=None)
 
 work = st.sampled_from(["write", "mark", "first", "second", "third"])
 
@@ -344,7 +425,7 @@ async def _do(what: str, dumper: Dumper, summary: GroupSummary, rows: list[Row])
         changed = GroupSummary.unpack(summary.pack())
         for rollout in changed.rollouts:
             rollout.rows[0].original_reward, rollout.rows[0].reward = rollout.rows[0].reward, REWARDS[what]
-        await dumper.rewrite_rewards(changed, "rollout/1")
+        await dumper.rewrite_rewards(DumpRewrite(changed.task, "rollout/1", changed).pack())
 
 
 def _expected(works: list[str]) -> tuple[str, float]:
@@ -410,7 +491,9 @@ class TestWhatIsMissing:
         await committed(driver, dumper, task, [versions(1, 1)])
         assert dumper.skipped == {"write_failed": 1}
         assert (await driver.store.status()).count("accepted") == 1
-        assert await driver.store.dump_folders([task]) == [""], "there is nothing to mark later"
+        await driver.store.set_version(3)
+        assert await driver.store.evict_stale(driver.epoch) == [task]
+        assert await driver.store.evicted_dumps() == [], "there is nothing to mark later"
 
     async def test_no_tokenizer(self, dump: dict[str, Any]) -> None:
         """11: a dumper whose tokenizer was not loaded skips groups and counts them."""
@@ -502,6 +585,16 @@ async def committed(
     await committer(driver, dumper, shaping).commit(driver.epoch, Assembled(task, len(slots), rules, headers))
     found = [summary for name, summary in await driver.store.ready(100) if name == task]
     return GroupSummary.unpack(found[0]) if found else GroupSummary(task, len(slots), [])
+
+
+async def rewritten(driver: Driver, dumper: Dumper) -> None:
+    """Rewrite what is to be rewritten, as the collector does."""
+    entries = await driver.store.dump_rewrites(100)
+    assert await driver.store.dump_rewrites(100) == entries, "until it is done"
+    for entry in entries:
+        await dumper.rewrite_rewards(entry)
+    await driver.store.forget_dump_rewrites(entries)
+    assert await driver.store.dump_rewrites(100) == []
 
 
 async def counted(client: Any, **counts: int) -> None:

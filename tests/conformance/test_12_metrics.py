@@ -102,14 +102,81 @@ class TestGroups:
         assert GroupTally().metrics("rollout") == {"rollout/accepted": 0.0, "rollout/rejected": 0.0}
 
     def test_scopes(self) -> None:
-        """12: the prefix is the scope's; of rejected groups without a summary only the number is known."""
-        found = scope_metrics([group(1, 1)], "eval-rollout", rejected={"filtered": 2})
+        """12: the prefix is the scope's; groups of which no summary is left count with their slots."""
+        found = scope_metrics(
+            [group(1, 1)], "eval-rollout", rejected=[(4, 3, "filtered"), (4, 1, "below_minimum")], evicted=[(2, 1)]
+        )
         assert all(name.startswith("eval-rollout/") for name in found)
-        assert (found["eval-rollout/accepted"], found["eval-rollout/rejected"]) == (1.0, 2.0)
-        assert found["eval-rollout/rejected/filtered"] == 2.0
-        assert found["eval-rollout/usable_slot_count"] == 2.0
+        want = {
+            "accepted": 2, "rejected": 2, "rejected/filtered": 1, "rejected/below_minimum": 1, "evicted": 1,
+            "target_slot_count": (2 + 4 + 4 + 2) / 4, "usable_slot_count": (2 + 3 + 1 + 1) / 4,
+            "trainable_slot_count": (2 + 3 + 0 + 1) / 4, "fully_masked_group": 0, "singleton_slot_group": 0.5,
+            "pre_filter_usable_slot_yield": (1 + 0.75 + 0.25 + 0.5) / 4,
+            "pre_filter_trainable_slot_yield": (1 + 0.75 + 0 + 0.5) / 4, "usable_group_size": 2,
+        }  # fmt: skip
+        assert {name: found[f"eval-rollout/{name}"] for name in want} == pytest.approx(want)
         assert not [name for name in found if "staleness" in name]
-        assert scope_metrics([], "rollout") == {"rollout/accepted": 0.0, "rollout/rejected": 0.0}
+        assert scope_metrics([], "rollout") == {
+            "rollout/accepted": 0.0, "rollout/rejected": 0.0, "rollout/evicted": 0.0,
+        }  # fmt: skip
+
+    def test_decided_by_an_older_release(self) -> None:
+        """12: where the slots of a rejected group are not known, it is counted all the same."""
+        found = scope_metrics([], "rollout", rejected=[(0, 0, "filtered")])
+        assert (found["rollout/rejected"], found["rollout/pre_filter_usable_slot_yield"]) == (1.0, 0.0)
+
+
+class TestCalls:
+    """Evaluations, groups that are asked for by their ids, and groups in other numbers than batches have."""
+
+    async def test_of_an_evaluation(self, redis_url: str, run_name: str) -> None:
+        """12: groups that were rejected count with their slots: of 2 slots each, 2, 0, 1 and 0 are usable."""
+        reject, fail = {"0": "reject", "1": "reject"}, {"0": "raise", "1": "raise"}
+        actions: list[dict[str, str]] = [{}, reject, {"1": "reject"}, fail]
+        async with services(redis_url, run_name, max_staleness=0) as (_, client):
+            data = [{"ids": [1, 2], "actions": each} for each in actions]
+            found = (await client.evaluate(data, WORKFLOW, {}, timeout_s=30)).metrics
+        want = {
+            "accepted": 2, "rejected": 2, "rejected/no_usable_slot": 2, "evicted": 0, "target_slot_count": 2,
+            "usable_slot_count": 0.75, "trainable_slot_count": 0.75, "fully_masked_group": 0.5,
+            "singleton_slot_group": 0.25, "pre_filter_usable_slot_yield": 0.375,
+            "pre_filter_trainable_slot_yield": 0.375, "usable_group_size": 1.5, "tokens": 15,
+        }  # fmt: skip
+        assert {name: found[f"eval-rollout/{name}"] for name in want} == pytest.approx(want)
+
+    async def test_of_groups_that_went_stale(self, redis_url: str, run_name: str) -> None:
+        """12, 6: one that is stale when it is asked for was accepted, and is evicted: its slots count."""
+        async with services(redis_url, run_name, max_staleness=0) as (_, client):
+            data = {"ids": [1, 2], "actions": {"0": "reject"}}
+            stale = await client.submit(data, WORKFLOW, {}, batched=False)
+            await reached(client, accepted=1)
+            await client.set_version(1)
+            found = await client.wait_for_task(stale, timeout_s=20)
+        assert found.ended == {stale: "evicted: stale: head version 0, training at version 1"}
+        assert found.metrics == {
+            "rollout/accepted": 1.0, "rollout/rejected": 0.0, "rollout/evicted": 1.0,
+            "rollout/target_slot_count": 2.0, "rollout/usable_slot_count": 1.0, "rollout/trainable_slot_count": 1.0,
+            "rollout/fully_masked_group": 0.0, "rollout/singleton_slot_group": 1.0,
+            "rollout/pre_filter_usable_slot_yield": 0.5, "rollout/pre_filter_trainable_slot_yield": 0.5,
+        }  # fmt: skip
+
+    async def test_of_wait(self, redis_url: str, run_name: str) -> None:
+        """12, 13: groups in any number have the metrics of what is in them, and tell nothing of others."""
+        async with services(redis_url, run_name, max_staleness=9) as (_, client):
+            for at in range(4):
+                await submit(client, 1, rewards={"0": float(at), "1": float(at)})
+            got = []
+            for count in (3, 1):  # across two batches, and a part of one
+                found = await client.wait(count, timeout_s=20)
+                assert found is not None
+                assert found.metrics == batch_metrics(found.groups, "rollout")
+                got.append(found)
+        assert got[0].metrics["rollout/tokens"] == 3 * 2 * 5
+        assert got[1].metrics["rollout/group_loss_weight/max"] == 6.0
+        rewards = [reward for found in got for row in found.rows if (reward := row.reward) is not None]
+        assert got[0].metrics["rollout/reward"] == pytest.approx(sum(rewards[:6]) / 6)
+        assert got[1].metrics["rollout/reward"] == pytest.approx(sum(rewards[6:]) / 2)
+        assert not [name for name in got[0].metrics if "staleness" in name or "accepted" in name]
 
 
 class TestBatches:

@@ -96,7 +96,7 @@ class Driver:
         decision = "rejected" if reason else "ready"
         return await self.store.commit(
             self.epoch, task_id, decision, reason=reason, summary=summary.pack(), head=summary.head,
-            detail=detail,
+            detail=detail, usable=size,
         )  # fmt: skip
 
     async def finish(self, count: int = 1, version: int = 0, size: int = 2) -> list[int]:

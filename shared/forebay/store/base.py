@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast
 
 import redis.asyncio as redis_asyncio
@@ -15,7 +15,7 @@ from forebay.store.keys import Keys
 from forebay.store.pipelining import Pipeliner
 from forebay.store.scripts import source
 
-__all__ = ["StoreBase", "block_ms", "fenced", "run_stopped"]
+__all__ = ["StoreBase", "block_ms", "fenced", "paired", "run_stopped"]
 
 T = TypeVar("T")
 
@@ -93,6 +93,12 @@ def block_ms(wait_s: float) -> int:
     """`wait_s` as the argument of BLOCK, at most a second."""
     # BLOCK 0 would wait for ever, and a BLOCK longer than the socket's time-out would look like a lost connection.
     return max(1, int(min(wait_s, _BLOCK_MAX_S) * 1000))
+
+
+def paired(task_ids: Sequence[int], rewards: Mapping[int, bytes] | None) -> list[Any]:
+    """Each task id with its group's new rewards, ``b""`` where there are none, as scripts take them."""
+    known = rewards or {}
+    return [part for task_id in task_ids for part in (task_id, known.get(task_id, b""))]
 
 
 def run_stopped(reason: str) -> RunStoppedError:

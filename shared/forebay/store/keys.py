@@ -103,6 +103,11 @@ class Keys:
         return self._key("evicted")
 
     @property
+    def rewrites(self) -> str:
+        """List: dumped groups whose rewards were normalized since, with those rewards (:class:`DumpRewrite`)."""
+        return self._key("rewrites")
+
+    @property
     def jobs(self) -> str:
         """Sorted set: arq's queue of slot jobs."""
         return self._key("jobs")

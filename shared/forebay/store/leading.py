@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forebay.outcomes import FailureKind
 from forebay.settings import RunSettings
-from forebay.store.base import StoreBase, block_ms, fenced
+from forebay.store.base import StoreBase, block_ms, fenced, paired
 from forebay.store.records import CutRule, ResultEntry
 
 __all__ = ["CollectorCalls"]
@@ -76,10 +76,13 @@ class CollectorCalls(StoreBase):
 
     async def commit(
         self, epoch: int, task_id: int, decision: str, *, reason: str = "", summary: bytes = b"", head: int = -1,
-        dump_folder: str = "", detail: str = "",
+        dump_folder: str = "", detail: str = "", usable: int = 0,
     ) -> bool:  # fmt: skip
-        """Record the decision (ready, rejected, evicted) on a group; False: it had ended before. Raises FencedError."""
-        answer = await self._run("commit", epoch, task_id, decision, reason, summary, head, dump_folder, detail)
+        """Record the decision (ready, rejected, evicted) on a group; False: it had ended before. Raises FencedError.
+
+        `usable` is how many of its slots are: what is known of it once it was rejected.
+        """
+        answer = await self._run("commit", epoch, task_id, decision, reason, summary, head, dump_folder, detail, usable)
         if answer == b"fenced":
             raise fenced()
         return bool(answer == b"done")
@@ -96,9 +99,14 @@ class CollectorCalls(StoreBase):
         """Evict waiting groups that can no longer be fresh, and cancel running ones if `running_too`."""
         return [int(task) for task in await self._run("evict", epoch, int(running_too))]
 
-    async def cut(self, epoch: int, index: bytes, task_ids: Sequence[int]) -> int | None:
-        """Cut a batch of `task_ids`: its id, or None if one of them is not ready or was evicted. Raises FencedError."""
-        answer = await self._run("cut", epoch, index, *task_ids)
+    async def cut(
+        self, epoch: int, index: bytes, task_ids: Sequence[int], rewards: Mapping[int, bytes] | None = None
+    ) -> int | None:
+        """Cut a batch of `task_ids`: its id, or None if one of them is not ready or was evicted. Raises FencedError.
+
+        `rewards` has the packed summaries of those that this batch normalizes: their dumps are rewritten.
+        """
+        answer = await self._run("cut", epoch, index, *paired(task_ids, rewards))
         if answer[0] == b"fenced":
             raise fenced()
         return int(answer[1]) if answer[0] == b"cut" else None
@@ -158,9 +166,15 @@ class CollectorCalls(StoreBase):
         """The file of an evicted group is marked."""
         await self._ask(("LREM", self.keys.evicted, 0, task_id))
 
-    async def dump_folders(self, task_ids: Sequence[int]) -> list[str]:
-        """Where the groups' dumps lie; "" where there is none."""
-        if not task_ids:
-            return []
-        found = await self._ask(*(("HGET", self.keys.group(task_id), "dump") for task_id in task_ids))
-        return [(folder or b"").decode() for folder in found]
+    async def dump_rewrites(self, most: int) -> list[bytes]:
+        """The first entries (:class:`DumpRewrite`) of dumps that are to have new rewards, oldest first.
+
+        They stay until :meth:`forget_dump_rewrites`, as evicted groups do.
+        """
+        (entries,) = await self._ask(("LRANGE", self.keys.rewrites, 0, most - 1))
+        return list(entries)
+
+    async def forget_dump_rewrites(self, entries: Sequence[bytes]) -> None:
+        """The files of these entries are rewritten. Of two equal ones the older goes."""
+        if entries:
+            await self._ask(*(("LREM", self.keys.rewrites, 1, entry) for entry in entries))

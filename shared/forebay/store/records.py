@@ -117,6 +117,10 @@ class Collected:
     """Why, or the batch id."""
     summary: bytes = b""
     version: int = 0
+    group_size: int = 0
+    """Slots asked for, of one that was rejected or evicted."""
+    usable: int = 0
+    """Usable ones of those, as they were decided on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
 from forebay.errors import BatchGoneError, ConsumerError, VersionError
-from forebay.store.base import StoreBase, block_ms
+from forebay.store.base import StoreBase, block_ms, paired
 from forebay.store.records import BatchEntry, Collected, Cursor, Taken
 
 __all__ = ["TrainerCalls"]
@@ -112,11 +112,16 @@ class TrainerCalls(StoreBase):
         state, *rest = await self._run("collect", task_id)
         if state == b"group":
             return Collected("group", summary=rest[0], version=int(rest[1] or 0))
-        return Collected(state.decode(), detail=rest[0].decode() if rest else "")
+        detail = rest[0].decode() if rest else ""
+        group_size, usable = map(int, rest[1:3] or (0, 0))
+        return Collected(state.decode(), detail=detail, group_size=group_size, usable=usable)
 
-    async def discard(self, task_ids: Sequence[int]) -> int:
-        """The rows of collected groups are read: they go. How many there were."""
-        return int(await self._run("discard", *task_ids)) if task_ids else 0
+    async def discard(self, task_ids: Sequence[int], rewards: Mapping[int, bytes] | None = None) -> int:
+        """The rows of collected groups are read: they go. How many there were.
+
+        `rewards` has the packed summaries of those whose rewards the reader has normalized: their dumps are rewritten.
+        """
+        return int(await self._run("discard", *paired(task_ids, rewards))) if task_ids else 0
 
     async def stopped(self) -> str | None:
         """Why the run has stopped itself; None: it has not."""

@@ -13,7 +13,16 @@ from forebay.reward_rules import NormConfig, norm_of
 from forebay.wire.rows import Row
 from forebay.wire.values import pack, unpack
 
-__all__ = ["BatchIndex", "GroupRules", "GroupSpec", "GroupSummary", "RolloutSummary", "RowSummary", "SlotHeader"]
+__all__ = [
+    "BatchIndex",
+    "DumpRewrite",
+    "GroupRules",
+    "GroupSpec",
+    "GroupSummary",
+    "RolloutSummary",
+    "RowSummary",
+    "SlotHeader",
+]
 
 
 def _plain(value: Any) -> Any:
@@ -227,6 +236,24 @@ class GroupSummary(_Envelope):
     def tail(self) -> int:
         """Largest version of its trained tokens, -1 if none."""
         return max((row.tail for rollout in self.rollouts for row in rollout.rows), default=-1)
+
+
+@dataclass(slots=True)
+class DumpRewrite(_Envelope):
+    """The file of a group that was dumped before a batch's statistics gave it its rewards; `_lib.lua` packs it."""
+
+    task: int
+    folder: str
+    """Below the run's folder."""
+    summary: GroupSummary
+    """With the rewards that the file is to have."""
+
+    def __post_init__(self) -> None:
+        """Build the nested summary, which must be the group's own."""
+        given = self.summary
+        self.summary = given if isinstance(given, GroupSummary) else GroupSummary._build(given)
+        if type(self.task) is not int or not isinstance(self.folder, str) or self.summary.task != self.task:
+            raise ValueError(f"task {self.task!r}, folder {self.folder!r}, summary of task {self.summary.task!r}")
 
 
 @dataclass(slots=True)

@@ -157,15 +157,24 @@ end
 local function bury(task, state, reason)
   local g = group_key(task)
   unlink_rows(task)
-  local dump = call('HGET', g, 'dump')
+  local dump, n, usable = unpack(call('HMGET', g, 'dump', 'n', 'usable'))
   call('UNLINK', g)
-  call('HSET', g, 'st', state, 'why', reason, 'dump', dump or '')
+  call('HSET', g, 'st', state, 'why', reason, 'dump', dump or '', 'n', n or 0, 'usable', usable or 0)
   call('EXPIRE', g, TOMBSTONE_S)
 end
 
 -- The file of an evicted group is to be marked.
 local function tell_dump(task)
   if call('HGET', group_key(task), 'dump') ~= '' then call('LPUSH', key('evicted'), task) end
+end
+
+-- The file of a dumped group is to be rewritten with the rewards in `summary`, a packed GroupSummary; '': they stay. A
+-- DumpRewrite as msgpack writes it, by hand: cmsgpack has but one kind of string, and the summary is packed already.
+local function tell_rewards(task, summary)
+  local folder = call('HGET', group_key(task), 'dump')
+  if summary == '' or not folder or folder == '' then return end
+  call('RPUSH', key('rewrites'), '\131\164task' .. cmsgpack.pack(tonumber(task)) .. '\166folder' .. cmsgpack.pack(folder)
+    .. '\167summary' .. summary)
 end
 
 local function put_in_queue(spec, rules, size, direct, ...)

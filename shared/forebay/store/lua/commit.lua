@@ -1,5 +1,6 @@
 -- Records the collector's decision on an assembled group, with its counters and the removal of its result entries.
--- ARGV: epoch, task, 'ready' | 'rejected', reason, summary, head version, dump folder, detail.
+-- ARGV: epoch, task, 'ready' | 'rejected', reason, summary, head version, dump folder, detail,
+-- usable slots.
 -- A group that is stale already is evicted here. Returns 'done', 'evicted' (it was
 -- cancelled while it ran), 'noop' (it is not running any more) or 'fenced'.
 local epoch, task, decision, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -14,7 +15,7 @@ for idx = 0, n - 1 do call('XDEL', key('results:0'), call('HGET', g, 'e' .. idx)
 call('SREM', key('running'), task)
 call('SREM', key('running:direct'), task)
 call('ZREM', key('deadlines'), task)
-call('HSET', g, 'dump', ARGV[7])
+call('HSET', g, 'dump', ARGV[7], 'usable', ARGV[9])
 if direct == '' then call('HINCRBY', STATE, 'settled', 1) end
 
 local function to_ready()

@@ -1,11 +1,11 @@
 -- Cuts a batch from ready groups, judging freshness for the version at which it will be trained on.
--- ARGV: epoch, index, task, ... Returns {'cut', batch id}, {'again', evicted ...} (something changed: read the ready
+-- ARGV: epoch, index, and for each group: task, summary ('' unless its rewards are normalized by this batch). Returns {'cut', batch id}, {'again', evicted ...} (something changed: read the ready
 -- set anew), or {'fenced'}.
 if fenced(ARGV[1]) then return {'fenced'} end
 local version = version_at_training(cut_ahead())
 local again = {'again'}
 local missing = false
-for at = 3, #ARGV do
+for at = 3, #ARGV, 2 do
   local task = ARGV[at]
   if not call('ZSCORE', key('ready'), task) then
     missing = true
@@ -16,11 +16,12 @@ for at = 3, #ARGV do
 end
 if missing or #again > 1 or #ARGV < 3 then return again end
 local batch = call('HINCRBY', STATE, 'batch_seq', 1)
-for at = 3, #ARGV do
+for at = 3, #ARGV, 2 do
   call('ZREM', key('ready'), ARGV[at])
   call('HSET', key('cut'), ARGV[at], batch)
   call('HSET', group_key(ARGV[at]), 'st', 'batched', 'batch', batch)
   call('RPUSH', batch_key(batch) .. ':tasks', ARGV[at])
+  tell_rewards(ARGV[at], ARGV[at + 1])
 end
 call('HSET', batch_key(batch), 'st', 'unread')
 call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
