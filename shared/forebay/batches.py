@@ -10,8 +10,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import structlog
 
-from forebay.errors import CollectorUnavailableError, RowsMissingError, StallError
+from forebay.errors import CollectorUnavailableError, FrameError, RowsMissingError, StallError
 from forebay.store.records import BatchEntry, RunStatus
 from forebay.store.store import Store, run_stopped
 from forebay.trajectories import TrajBatchMeta
@@ -35,10 +36,15 @@ __all__ = [
     "load_rows",
 ]
 
+log = structlog.get_logger(__name__)
+
 _POLL_S = 0.25
 _TAKE_OVER_S = 4.0
 """After the lease has run out, how long another collector may take to lead, or a supervisor to start one."""
 _ROWS_PER_READ = 256
+_MAX_SPOILED = 2
+"""Batches in a row that a reader sets aside. A third that it cannot read means that the fault is not the batch's: it is
+kept, and the reader raises."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -185,6 +191,7 @@ class AsyncBatchStream:
         """Bounds the wait for each batch; None: no bound."""
         self._after = "0"
         self._joined = False
+        self._spoiled = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -204,12 +211,16 @@ class AsyncBatchStream:
     async def next(self, *, meanwhile: Callable[[], Awaitable[None]] | None = None) -> AsyncBatch | None:
         """The next batch; None when the data has ended and everything was handed over.
 
+        A batch that cannot be read is set aside, with its reason in the log and in the drop ledger, and the next one
+        comes; two in a row are, the third is an error.
+
         `meanwhile` is awaited before each look, several times a second: who also submits does it there.
 
         Raises:
             CollectorUnavailableError: no collector lives.
             StallError: nothing can come before the version moves (after ``stall_timeout_s``), or none came in time.
             RowsMissingError: Redis has lost rows that the batch counts.
+            FrameError: three batches in a row cannot be read; this one is kept, and comes again.
             RunStoppedError: the run has stopped itself; what was cut before is handed over first.
         """
         if not self._joined:
@@ -221,7 +232,12 @@ class AsyncBatchStream:
                 await meanwhile()
             taken = await self._store.take(self._consumer, "reader", self._after)
             if taken.batch is not None:
-                batch = await self._load(taken.batch)
+                try:
+                    batch = await self._load(taken.batch)
+                except FrameError as error:
+                    await self._spoil(taken.batch, str(error))
+                    continue
+                self._spoiled = 0
                 self._after = taken.batch.entry_id
                 return batch
             if taken.end:
@@ -234,6 +250,16 @@ class AsyncBatchStream:
     async def ack(self, batch: BatchData) -> bool:
         """`batch` is trained on: its rows go. False if that was so already."""
         return await self._store.ack(self._consumer, batch.entry)
+
+    async def _spoil(self, batch: BatchEntry, reason: str) -> None:
+        if self._spoiled >= _MAX_SPOILED:
+            raise FrameError(
+                f"batch {batch.batch_id} cannot be read, nor could the {self._spoiled} before it, which were set aside "
+                f"(`forebay drops`): {reason}; run the same release everywhere, then read on"
+            )
+        self._spoiled += 1
+        groups = await self._store.spoil_batch(self._consumer, batch, reason)
+        log.error("batch.set_aside", batch_id=batch.batch_id, groups_evicted=groups, reason=reason)
 
     async def _load(self, entry: BatchEntry) -> AsyncBatch:
         index = BatchIndex.unpack(entry.index)
@@ -256,6 +282,7 @@ async def load_rows(store: Store, groups: Sequence[GroupSummary], where: str) ->
 
     Raises:
         RowsMissingError: Redis has lost some; `where` says what counts them.
+        FrameError: some cannot be read; names the group and the slot.
     """
     names = [(group.task, rollout.sample_idx, rollout.attempt) for group in groups for rollout in group.rollouts]
     frames: list[bytes | None] = []
@@ -268,14 +295,21 @@ async def load_rows(store: Store, groups: Sequence[GroupSummary], where: str) ->
                 "flushed, or lost writes: check its persistence (appendonly yes, appendfsync always)"
             )
     # Decoding is CPU work: off the event loop, which also serves the other calls of this client.
-    return await asyncio.to_thread(_rows_of, groups, [frame for frame in frames if frame is not None])
+    return await asyncio.to_thread(_rows_of, groups, [frame for frame in frames if frame is not None], where)
 
 
-def _rows_of(groups: Sequence[GroupSummary], frames: list[bytes]) -> list[Row]:
+def _rows_of(groups: Sequence[GroupSummary], frames: list[bytes], where: str) -> list[Row]:
     out: list[Row] = []
-    summaries = [rollout for group in groups for rollout in group.rollouts]
-    for rollout, frame in zip(summaries, frames, strict=True):
-        for row, summary in zip(decode_rows(frame), rollout.rows, strict=True):
+    summaries = [(group.task, rollout) for group in groups for rollout in group.rollouts]
+    for (task_id, rollout), frame in zip(summaries, frames, strict=True):
+        try:
+            found = decode_rows(frame)
+            if len(found) != len(rollout.rows):
+                raise FrameError(f"there are {len(found)}, and {len(rollout.rows)} in the index")
+        except FrameError as error:
+            slot = f"group {task_id}, slot {rollout.sample_idx}"
+            raise FrameError(f"{where}: the rows of {slot} cannot be read: {error}") from None
+        for row, summary in zip(found, rollout.rows, strict=True):
             # The rows were written before rewards were shaped and normalized: the summary has those that count.
             row.reward, row.original_reward = summary.reward, summary.original_reward
             out.append(row)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from forebay.batches import CollectedRollouts, Watch, load_rows
-from forebay.errors import GroupNotDeliveredError
+from forebay.errors import FrameError, GroupNotDeliveredError
 from forebay.group_rewards import normalized_batch
 from forebay.metrics import scope_metrics, scope_of
 from forebay.settings import RunSettings
@@ -37,6 +37,7 @@ async def collect_groups(
         RunStoppedError: the run has stopped itself before they ended.
         GroupNotDeliveredError: one is unknown, or is delivered in a batch.
         RowsMissingError: Redis has lost rows of one.
+        FrameError: what is kept of one cannot be read; it is named.
     """
     watch = Watch(store, settings, timeout_s, "result")
     groups: list[GroupSummary] = []
@@ -45,7 +46,7 @@ async def collect_groups(
     for task_id in task_ids:
         found = await _one(store, watch, task_id)
         if found.state == "group":
-            groups.append(GroupSummary.unpack(found.summary))
+            groups.append(_summary(task_id, found.summary))
             version = found.version
         else:
             ended[task_id] = f"{found.state}: {found.detail}"
@@ -60,6 +61,13 @@ async def collect_groups(
     await store.discard([group.task for group in groups])
     metrics = scope_metrics(normalized, scope_of(is_eval=is_eval), rejected=_reasons(ended))
     return CollectedRollouts(version=version, groups=normalized, rows=rows, ended=ended, metrics=metrics)
+
+
+def _summary(task_id: int, packed: bytes) -> GroupSummary:
+    try:
+        return GroupSummary.unpack(packed)
+    except FrameError as error:
+        raise FrameError(f"the result of group {task_id} cannot be read: {error}") from None
 
 
 def _reasons(ended: Mapping[int, str]) -> Counter[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import redis.asyncio as redis_asyncio
 
 from forebay.errors import VersionError
-from forebay.store.base import StoreBase, block_ms
+from forebay.store.base import MAX_REASON, MAX_SAMPLE, StoreBase, block_ms
 from forebay.store.records import BatchEntry, Collected, Taken
 
 __all__ = ["TrainerCalls"]
@@ -47,6 +47,15 @@ class TrainerCalls(StoreBase):
     async def wait_for_batch(self, after: str, timeout_s: float) -> None:
         """Wait until the batches stream has an entry after `after`, or `timeout_s` has passed."""
         await self._ride(lambda: self._redis.xread({self.keys.batches: after}, count=1, block=block_ms(timeout_s)))
+
+    async def spoil_batch(self, consumer_group: str, batch: BatchEntry, reason: str) -> int:
+        """Set aside a batch that its reader cannot read: how many groups are evicted by that; 0: it is gone already."""
+        return int(
+            await self._run(
+                "spoil_batch", consumer_group, batch.entry_id, batch.batch_id, reason[:MAX_REASON],
+                batch.index[:MAX_SAMPLE],
+            )
+        )  # fmt: skip
 
     async def ack(self, consumer_group: str, batch: BatchEntry) -> bool:
         """The trainer is done with `batch`: its rows go. False if that was so already."""

@@ -10,7 +10,7 @@ for at = 3, #ARGV do
   if not call('ZSCORE', key('ready'), task) then
     missing = true
   elseif stale_at(task, version) then
-    evict(task, version)
+    evict(task, version, 'cut')
     again[#again + 1] = task
   end
 end
@@ -22,8 +22,8 @@ for at = 3, #ARGV do
   call('HSET', group_key(ARGV[at]), 'st', 'batched', 'batch', batch)
   call('RPUSH', batch_key(batch) .. ':tasks', ARGV[at])
 end
-call('HSET', batch_key(batch), 'st', 'unread')
-call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
+local entry = call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
+call('HSET', batch_key(batch), 'st', 'unread', 'e', entry)
 call('HINCRBY', STATE, 'cut_batches', 1)
 call('HSET', STATE, 'settled', math.max(0, number('settled', 0) - number('B', 1)))
 count('batches_cut')

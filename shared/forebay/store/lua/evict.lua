@@ -6,7 +6,7 @@ local version = version_at_training(cut_ahead())
 local gone = {}
 for _, task in ipairs(call('ZRANGE', key('ready'), 0, -1)) do
   if stale_at(task, version) then
-    evict(task, version)
+    evict(task, version, 'waiting')
     gone[#gone + 1] = task
   end
 end
@@ -20,7 +20,7 @@ if ARGV[2] == '1' then
       end
       call('SREM', key('running'), task)
       call('ZREM', key('deadlines'), task)
-      evict(task, version)
+      evict(task, version, 'cancelled')
       count('cancelled')
       gone[#gone + 1] = task
     end

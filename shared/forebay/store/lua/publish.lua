@@ -29,6 +29,7 @@ call('PERSIST', rows)
 settle(task, idx, attempt, header)
 count('slots:' .. outcome)
 if outcome == 'failed' then
+  dead_letter(task, idx, attempt, kind, ARGV[8], header)
   note_failure(kind, ARGV[8])
 elseif outcome == 'usable' then
   call('HDEL', STATE, 'streak:slots', 'streak:slots:first')
