@@ -477,6 +477,30 @@ class TestBatches:
         await store.close()
 
 
+@pytest.mark.parametrize(
+    "rows", [b"", b"\x09\x90", FRAME[:-5], b"\x01\xdd\xff\xff\xff\xff", encode_rows([a_row()] * 2)]
+)
+async def test_rows_that_a_filter_would_see(redis_url: str, rows: bytes) -> None:
+    """9: a group whose rows the collector cannot read, or that are not as many as its header says, is rejected."""
+    store = store_of(redis_url)
+    driver = Driver(store)
+    packed = GroupRules(1, should_accept_fn="forebay.wire.codec:encode_rows").pack()
+    async with collecting(store, RunSettings(batch_size=1)):
+        task, _ = await store.submit(b"spec", packed, 2)
+        await driver.admit()
+        first, second = sorted(await driver.claim())
+        await driver.publish(first)
+        await store._ask(("SET", store.keys.rows(*first), rows))
+        await driver.publish(second)
+        await until(ended(store, task))
+        assert await store.outcome(task) == ("rejected", "rows_lost")
+    (drop,) = await store.drops()
+    assert drop.detail.startswith("the rows of slot 0 cannot be read: ")
+    (aside,) = await store.poison()
+    assert (aside.where, aside.name, aside.sample) == ("rows", f"rows:{task}:0:1", rows[:64])
+    await store.close()
+
+
 # -- ready groups: the cutter ------------------------------------------------------------------------------------------
 
 
