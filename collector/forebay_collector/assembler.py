@@ -71,6 +71,10 @@ class Assembler:
         """Drop a group that has ended otherwise."""
         self._open.pop(task_id, None)
 
+    def holds(self, task_id: int, idx: int) -> bool:
+        """Whether slot `idx` of an open group has a result."""
+        return idx in self._open[task_id].headers
+
     def size(self, task_id: int) -> int:
         """The slots of an open group."""
         return self._open[task_id].size

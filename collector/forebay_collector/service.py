@@ -80,6 +80,7 @@ class Collector:
         self._metrics = CollectorMetrics(rules, self._exposition)
         self._assembler = Assembler(self._note_unreadable)
         self._unreadable: list[tuple[ResultEntry, str]] = []
+        self._committing: set[int] = set()
         self._begin_anew = False
         """An entry that is no slot's result was counted in: the assembler's groups are not to be trusted."""
         self._committer = Committer(
@@ -221,11 +222,17 @@ class Collector:
         if entry.fault:
             await self._set_aside(entry, entry.fault)
             return
+        if entry.task_id in self._committing:
+            await self._set_aside_foreign(entry)
+            return
         if not self._assembler.knows(entry.task_id) and not await self._open(entry.task_id):
             await self._set_aside(entry, f"group {entry.task_id} has ended, or never was")
             return
         if entry.sample_idx >= (size := self._assembler.size(entry.task_id)):
             await self._set_aside(entry, f"slot {entry.sample_idx} of group {entry.task_id}, which has {size}")
+            return
+        if self._assembler.holds(entry.task_id, entry.sample_idx):
+            await self._set_aside_foreign(entry)
             return
         assembled = self._assembler.add(entry)
         while self._unreadable:
@@ -237,14 +244,26 @@ class Collector:
                 for task in [task for task in self._commits if task.done()]:
                     self._commits.discard(task)
                     task.result()
+            self._committing.add(assembled.task_id)
             self._commits.add(named_task("commit", self._commit(assembled)))
 
+    async def _set_aside_foreign(self, entry: ResultEntry) -> None:
+        # A second entry for a slot. Where it is the slot's own, the first is not, which the commit finds out.
+        if await self._store.foreign_results(entry.task_id, {entry.sample_idx: entry.entry_id}):
+            await self._set_aside(entry, _not_its_own(entry.task_id, entry.sample_idx))
+
     async def _commit(self, group: Assembled) -> None:
+        try:
+            await self._decide(group)
+        finally:
+            self._committing.discard(group.task_id)
+
+    async def _decide(self, group: Assembled) -> None:
         if not await self._committer.commit(self._epoch, group):
             # The group is not forgotten: what is in the stream is read anew, without the entries that are not its own.
             for idx in await self._store.foreign_results(group.task_id, group.entries):
                 entry = ResultEntry(group.entries[idx], group.task_id, idx, group.headers[idx].reason.encode())
-                await self._set_aside(entry, f"it is not the result of slot {idx} of group {group.task_id}")
+                await self._set_aside(entry, _not_its_own(group.task_id, idx))
             self._begin_anew = True
 
     # -- the other duties ---------------------------------------------------------------------------------------------
@@ -285,6 +304,10 @@ class Collector:
         await self._store.forget_dump_rewrites(entries)
         if len(entries) < _REWRITES_AT_ONCE:
             await asyncio.sleep(_BLOCK_S)
+
+
+def _not_its_own(task_id: int, idx: int) -> str:
+    return f"it is not the result of slot {idx} of group {task_id}"
 
 
 def _make_exposition(store: Store, dumper: Dumper) -> Exposition:

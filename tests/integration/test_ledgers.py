@@ -105,6 +105,7 @@ async def cancelled(driver: Driver) -> int:
     await driver.publish(attempts[0])
     await driver.store.set_version(5)
     await driver.store.evict_stale(driver.epoch, running_too=True)
+    await driver.commit(task, size=2)
     return task
 
 

@@ -25,6 +25,7 @@ from forebay.batches import AsyncBatchStream
 from forebay.errors import FrameError, RunNotReadyError
 from forebay.settings import RunSettings, Settings
 from forebay.store import Store
+from forebay.store.records import Cursor
 from forebay.wire.codec import decode_rows, encode_rows
 from forebay.wire.envelopes import BatchIndex, GroupRules, GroupSpec, GroupSummary, RowSummary, SlotHeader
 from forebay_collector.cutter import Cutter
@@ -211,6 +212,19 @@ async def test_forged_results_of_a_whole_group(redis_url: str) -> None:
     await store.close()
 
 
+async def test_second_results_of_a_slot(redis_url: str) -> None:
+    """9: further entries for a slot that has its own leave the stream, while the group is open and while it ends."""
+    store = store_of(redis_url)
+    driver = Driver(store)
+    forged = [{b"t": "own", b"i": b"%d" % idx, b"h": header} for idx in (0, 1) for header in ("forged", b"\x90")]
+    async with collecting(store, RunSettings(batch_size=1, batches_per_version=100)):
+        for _ in range(5):
+            await one_group(driver, [], forged, forged)
+        status = await driver.check()
+        assert status.count("poison:results") == 5 * len(forged) * 2
+    await store.close()
+
+
 async def test_an_unreadable_header_of_a_slots_own(redis_url: str) -> None:
     """9: a slot whose own header cannot be read fails, a group with unreadable rules is rejected; both are noted."""
     store = store_of(redis_url)
@@ -225,7 +239,7 @@ async def test_an_unreadable_header_of_a_slots_own(redis_url: str) -> None:
                 await driver.publish(attempt)
         for task in (good, bad):
             await until(ended(store, task))
-        states = [await store.outcome(task) for task in (good, bad)]
+        states = [await outcome(store, task) for task in (good, bad)]
         assert states[0][0] in ("ready", "batched")
         assert states[1] == ("rejected", "contract_error")
     found = {item.where: item.sample for item in await store.poison()}
@@ -233,11 +247,17 @@ async def test_an_unreadable_header_of_a_slots_own(redis_url: str) -> None:
     await store.close()
 
 
+async def outcome(store: Store, task: int) -> tuple[str, str]:
+    """``(state, reason)`` of a group."""
+    ((state, why),) = await store._ask(("HMGET", store.keys.group(task), "st", "why"))
+    return (state or b"").decode(), (why or b"").decode()
+
+
 def ended(store: Store, task: int) -> Callable[[], Awaitable[bool]]:
     """Whether a group has ended."""
 
     async def ask() -> bool:
-        return (await store.outcome(task))[0] in ("rejected", "evicted", "ready", "batched")
+        return (await outcome(store, task))[0] in ("rejected", "evicted", "ready", "batched")
 
     return ask
 
@@ -325,7 +345,7 @@ def test_specs(redis_url: str, runner: asyncio.Runner, run_name: str) -> None:
                 found = await client.rollout_batch([{"ids": [1]}], "pipeline_workflows:EchoWorkflow", {}, group_size=2,
                                                    timeout_s=20)  # fmt: skip
             assert len(found.groups) == 1
-            assert [(await store.outcome(task))[0] for task in tasks[: len(pairs)]] == ["rejected"] * len(pairs)
+            assert [(await outcome(store, task))[0] for task in tasks[: len(pairs)]] == ["rejected"] * len(pairs)
 
         runner.run(run())
 
@@ -351,7 +371,7 @@ async def batch_of_one(driver: Driver, index: bytes | None = None, rows: bytes |
 
 def reader_of(driver: Driver) -> AsyncBatchStream:
     """A trainer's reader."""
-    return AsyncBatchStream(driver.store, RunSettings(), "trainer", 10)
+    return AsyncBatchStream(driver.store, RunSettings(), Cursor("trainer"), timeout_s=10)
 
 
 FRAME = encode_rows([a_row()])
@@ -493,7 +513,7 @@ async def test_rows_that_a_filter_would_see(redis_url: str, rows: bytes) -> None
         await store._ask(("SET", store.keys.rows(*first), rows))
         await driver.publish(second)
         await until(ended(store, task))
-        assert await store.outcome(task) == ("rejected", "rows_lost")
+        assert await outcome(store, task) == ("rejected", "rows_lost")
     (drop,) = await store.drops()
     assert drop.detail.startswith("the rows of slot 0 cannot be read: ")
     (aside,) = await store.poison()
@@ -520,7 +540,7 @@ def test_summaries(redis_url: str, runner: asyncio.Runner) -> None:
             )  # fmt: skip
             rules = RunSettings(batch_size=1, batches_per_version=1000)
             with capture_logs():
-                assert await Cutter(store, rules, lambda _: None).cut(driver.epoch) == 1
+                assert await Cutter(store, rules).cut(driver.epoch) == 1
             _, tasks = await driver.take_batch()
             assert tasks == [good]
             (drop,) = await store.drops()
