@@ -497,6 +497,75 @@ class TestBatches:
         await store.close()
 
 
+    async def test_the_rest_of_the_run_is_as_before_it(self, any_redis_url: str) -> None:
+        """9: of a batch that is set aside nothing is kept, and it takes no place ahead of the version."""
+        store = store_of(any_redis_url)
+        driver = Driver(store)
+        await driver.lead(batch_size=1, batches_per_version=1, retain_batches=5)
+        await batch_of_one(driver, rows=b"")
+        reader = reader_of(driver)
+        with capture_logs():
+            waiting = asyncio.create_task(reader.next())
+            await until(lambda: counted(store, "batches_set_aside", 1))
+            good = await batch_of_one(driver)  # blocked, if the first had been counted as ahead
+            batch = await waiting
+        assert batch is not None
+        assert [group.task for group in batch.groups] == [good]
+        assert await store._ask(("ZRANGE", store.keys.prefix + "batches:kept", 0, -1)) == [[b"2"]]
+        assert (await driver.check()).delivered_ahead == 1
+        await store.close()
+
+    async def test_a_follower_decides_nothing(self, any_redis_url: str) -> None:
+        """9: what a follower cannot read is an error to it; the driver's batch stays as it is."""
+        store = store_of(any_redis_url)
+        driver = Driver(store)
+        await driver.lead(batch_size=1, batches_per_version=100)
+        task = await batch_of_one(driver)
+        batch = await reader_of(driver).next()
+        await store._ask(("SET", store.keys.rows(task, 1, 1), b""))
+        follower = AsyncBatchStream(store, RunSettings(), Cursor("watcher", follows=True), timeout_s=10)
+        for _ in range(2):
+            with pytest.raises(FrameError, match="resume_after=1"):
+                await follower.next()
+        assert batch is not None
+        assert await batch.ack()
+        status = await driver.check()
+        assert (status.count("batches_set_aside"), status.count("batches_acked"), status.count("evicted")) == (0, 1, 0)
+        await store.close()
+
+    async def test_a_batch_that_another_rank_has(self, any_redis_url: str) -> None:
+        """9: ranks step together: a batch that one has is not set aside by another, and all can pass over it."""
+        store = store_of(any_redis_url)
+        driver = Driver(store)
+        await driver.lead(batch_size=1, batches_per_version=100)
+        await batch_of_one(driver, index=b"\x90")
+        await batch_of_one(driver, index=b"\x90")
+        good = await batch_of_one(driver)
+        ranks = [Cursor("trainer", rank, 2) for rank in range(2)]
+        for cursor in ranks:
+            await store.join(cursor)
+        taken = [(await store.take(cursor, "reader", "0")).batch for cursor in ranks]
+        assert taken[0] is not None
+        assert taken[1] is not None
+        assert [await store.spoil_batch(*pair, "no") for pair in zip(ranks, taken, strict=True)] == [None, None]
+        for cursor in ranks:
+            await store.resume_after(cursor, taken[0].batch_id)
+        second = (await store.take(ranks[1], "reader", "0")).batch
+        assert second is not None
+        assert await store.spoil_batch(ranks[1], second, "no") == 1  # no other has it yet: none will
+        for cursor in ranks:
+            last = (await store.take(cursor, "reader", "0")).batch
+            assert last is not None
+            assert [group.task for group in BatchIndex.unpack(last.index).groups] == [good]
+        await driver.check()
+        await store.close()
+
+
+async def counted(store: Store, name: str, value: int) -> bool:
+    """Whether a counter of the run has reached a value."""
+    return (await store.status()).count(name) >= value
+
+
 @pytest.mark.parametrize(
     "rows", [b"", b"\x09\x90", FRAME[:-5], b"\x01\xdd\xff\xff\xff\xff", encode_rows([a_row()] * 2)]
 )
