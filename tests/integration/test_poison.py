@@ -496,7 +496,6 @@ class TestBatches:
         assert (await driver.check()).count("batches_set_aside") == 1
         await store.close()
 
-
     async def test_the_rest_of_the_run_is_as_before_it(self, any_redis_url: str) -> None:
         """9: of a batch that is set aside nothing is kept, and it takes no place ahead of the version."""
         store = store_of(any_redis_url)
