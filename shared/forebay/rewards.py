@@ -10,7 +10,14 @@ from typing import Any
 from pebble import ProcessExpired
 
 from forebay.errors import RewardTimeoutError, SettingsError, SlotDataError
-from forebay.reward_pool import BrokenProcessPool, default_processes, is_time_out, number, shared_processes
+from forebay.reward_pool import (
+    EXIT_CODE_OF_0,
+    BrokenProcessPool,
+    default_processes,
+    is_time_out,
+    number,
+    shared_processes,
+)
 
 __all__ = ["AsyncRewardWrapper"]
 
@@ -87,7 +94,8 @@ class AsyncRewardWrapper:
                 killed = "" if self._is_async else "; its process was killed"
                 cause = RewardTimeoutError(f"{self._name} ran longer than {self._timeout_s:g} s{killed}")
             except ProcessExpired as error:
-                cause = SlotDataError(f"{self._name}: its process died with exit code {error.exitcode}")
+                of_0 = " (of os._exit(0), or its own)" if error.exitcode == EXIT_CODE_OF_0 else ""
+                cause = SlotDataError(f"{self._name}: its process died with exit code {error.exitcode}{of_0}")
             except BrokenProcessPool as error:
                 cause = SlotDataError(f"{self._name}: the processes for rewards broke: {error}")
                 broken += 1

@@ -127,6 +127,20 @@ def backtrack(text: str) -> float:
     return 1.0 if re.match(r"(a|aa)+$", text) else 0.0
 
 
+def backtrack_at(folder: str) -> float:
+    """As :func:`backtrack`, leaving its process id in `folder`."""
+    (Path(folder) / str(os.getpid())).touch()
+    return backtrack("a" * 80 + "b")
+
+
+def forked_exit() -> int:
+    """What a process that it forks ends with, asking for 0."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def child_at(folder: str) -> float:
     """Start a process, as a verifier that runs code does, and wait for it."""
     child = subprocess.Popen(["sleep", "300"])

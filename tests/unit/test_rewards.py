@@ -105,6 +105,16 @@ class TestProcesses:
         with pytest.raises(SlotDataError, match="die: its process died with exit code 3"):
             await wrapper()
 
+    async def test_leaving_with_0_is_a_crash(self) -> None:
+        """A function that leaves by os._exit(0) is a SlotDataError, and no time-out that on_timeout makes a reward of.
+
+        The processes that it forks may leave so.
+        """
+        wrapper = AsyncRewardWrapper(functions.die, timeout_s=START_S, max_workers=1, on_timeout=0.0)
+        with pytest.raises(SlotDataError, match=r"died with exit code 90 \(of os\._exit\(0\)"):
+            await wrapper(0)
+        assert await AsyncRewardWrapper(functions.forked_exit, timeout_s=START_S, max_workers=1)() == 0.0
+
     async def test_a_crash_is_tried_again(self, tmp_path: Path) -> None:
         """A process that dies once costs nothing but the second try."""
         wrapper = AsyncRewardWrapper(functions.die_once, timeout_s=START_S, max_workers=1)
@@ -196,11 +206,24 @@ class TestProcesses:
                 await until(lambda pid=pid: not alive(pid))
             assert await wrapper() > 0
 
-    async def test_no_process_outlives_its_worker(self, tmp_path: Path) -> None:
-        """An endless call dies with the process that waits for it, however that is killed."""
+    @pytest.mark.parametrize(
+        "function",
+        [
+            "forever_at",
+            pytest.param(
+                "backtrack_at",
+                marks=pytest.mark.skipif(sys.platform != "linux", reason="needs a signal from a pipe's end"),
+            ),
+        ],
+    )
+    async def test_no_process_outlives_its_worker(self, tmp_path: Path, function: str) -> None:
+        """An endless call dies with the process that waits for it, however that is killed.
+
+        So does one that never lets go of the interpreter.
+        """
         program = (
             "import asyncio\nfrom forebay import AsyncRewardWrapper\nfrom helpers import reward_functions\n"
-            f"asyncio.run(AsyncRewardWrapper(reward_functions.forever_at, 300, 1)({str(tmp_path)!r}))\n"
+            f"asyncio.run(AsyncRewardWrapper(reward_functions.{function}, 300, 1)({str(tmp_path)!r}))\n"
         )
         paths = os.pathsep.join([str(Path(functions.__file__).parents[1]), *sys.path])
         environment = {**os.environ, "PYTHONPATH": paths}
