@@ -40,6 +40,7 @@ __all__ = [
     "RewardProcesses",
     "default_processes",
     "is_time_out",
+    "name_of",
     "number",
     "shared_processes",
 ]
@@ -97,10 +98,14 @@ class RewardProcesses:
 
         The future ends with a float, what `fn` raised, ``TimeoutError`` after `timeout_s` from the call's start,
         ``pebble.ProcessExpired``, or BrokenProcessPool: try again.
+
+        Raises:
+            SlotDataError: `fn` or an argument cannot be pickled.
         """
+        call = _packed(fn, args, kwargs)
         with self._lock:
             try:
-                return self._ready().schedule(_call, args=(fn, args, kwargs), timeout=timeout_s)
+                return self._ready().schedule(_call, args=(name_of(fn), call), timeout=timeout_s)
             except RuntimeError as error:  # pebble says so of a pool that has broken before
                 self._retire(_kill)
                 raise BrokenProcessPool(str(error)) from None
@@ -149,9 +154,30 @@ def _stop(pool: Any) -> None:
     pool.join(timeout=5)
 
 
-def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """In a process of the pool. What leaves it can be read by the other side, whatever `fn` does."""
-    name = f"reward function {getattr(fn, '__qualname__', repr(fn))}"
+def name_of(fn: Callable[..., Any]) -> str:
+    """What errors call `fn`."""
+    return f"reward function {getattr(fn, '__qualname__', repr(fn))}"
+
+
+def _packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    # Here and not by the pool: some of what pickling raises would end its thread, and the error should name `fn`.
+    try:
+        return pickle.dumps((fn, args, kwargs), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # objects may refuse in any way
+        raise SlotDataError(
+            f"{name_of(fn)}: it or an argument cannot be sent to a process for rewards "
+            f"({type(error).__name__}: {error}); functions must stand at the top of a module, arguments be plain values"
+        ) from error
+
+
+def _call(name: str, call: bytes) -> float:
+    """In a process of the pool. What leaves it can be read by the other side, whatever the function does."""
+    try:
+        fn, args, kwargs = pickle.loads(call)  # noqa: S301 (made by the process that this one works for)
+    except Exception as error:  # imports run, and may raise anything
+        raise SlotDataError(
+            f"{name}: it or an argument cannot be loaded in a process for rewards ({type(error).__name__}: {error})"
+        ) from None
     try:
         with _exit_is_a_crash():
             value = fn(*args, **kwargs)

@@ -107,6 +107,20 @@ def untidy() -> NoReturn:
     raise Untidy(7, "by the reward")
 
 
+class Unsendable:
+    """Refuses to be pickled in a way of its own."""
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("not this one")
+
+
+class Unloadable:
+    """Can be pickled, and not be loaded again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return explode, ()
+
+
 def stop_iteration() -> NoReturn:
     """Do what ``next(iter([]))`` does."""
     raise StopIteration

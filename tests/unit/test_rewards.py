@@ -169,6 +169,23 @@ class TestProcesses:
                 await wrapper()
             assert await AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)() == 0.5
 
+    @pytest.mark.parametrize("argument", [threading.Lock(), lambda: 1, functions.Unsendable()])
+    async def test_what_cannot_be_sent_is_named(self, argument: Any) -> None:
+        """An argument that cannot be pickled, however it refuses, is an error that names the function; others go on."""
+        wrapper = AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(SlotDataError, match="reward function half: it or an argument cannot be sent"):
+                await wrapper(argument)
+            assert await wrapper() == 0.5
+
+    async def test_what_cannot_be_loaded_is_named(self) -> None:
+        """An argument that its process cannot load is an error that names the function; others go on."""
+        wrapper = AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(SlotDataError, match="half: it or an argument cannot be loaded .*ZeroDivisionError"):
+                await wrapper(functions.Unloadable())
+            assert await wrapper() == 0.5
+
     async def test_its_own_time_out_is_no_kill(self) -> None:
         """A TimeoutError that the function raises itself passes through, and is not tried again."""
         wrapper = AsyncRewardWrapper(functions.own_timeout, timeout_s=START_S, max_workers=1)
@@ -340,6 +357,17 @@ class TestNeverASilentZero:
         ({"reward_fn": functions.half, "max_workers": 0}, "max_workers=0"),
         ({"reward_fn": functions.half, "max_retries": -1}, "max_retries=-1"),
         ({"reward_fn": functions.half, "timeout_seconds": -2}, "timeout_s=-2"),
+        ({"reward_fn": functions.half, "timeout_s": math.nan}, "timeout_s=nan"),
+        ({"reward_fn": functions.half, "timeout_s": math.inf}, "timeout_s=inf"),
+        ({"reward_fn": functions.half, "timeout_s": 10**400}, "timeout_s=1000"),
+        ({"reward_fn": functions.half, "timeout_s": True}, "timeout_s=True"),
+        ({"reward_fn": functions.half, "timeout_s": "5"}, "timeout_s='5'"),
+        ({"reward_fn": functions.half, "max_workers": True}, "max_workers=True"),
+        ({"reward_fn": functions.half, "max_workers": 1.5}, r"max_workers=1\.5"),
+        ({"reward_fn": functions.half, "max_workers": 100_000}, "max_workers=100000: .* at most 512"),
+        ({"reward_fn": functions.half, "max_retries": 1.5}, r"max_retries=1\.5"),
+        ({"reward_fn": functions.half, "on_timeout": math.nan}, "on_timeout=nan"),
+        ({"reward_fn": functions.half, "on_timeout": "0"}, "on_timeout='0'"),
         ({"reward_fn": functions.half, "timeout_s": 1, "timeout_seconds": 2}, "are one; pass either"),
     ],
 )
