@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     "travelled", [lambda it: it, lambda it: pickle.loads(pickle.dumps(it)), copy.deepcopy], ids=["", "pickle", "copy"]
 )
 def test_a_chat_becomes_a_list_of_ids(model: str, travelled: Callable[[Any], Any]) -> None:
-    """apply_chat_template(tokenize=True) returns ids unless a dict is asked for, also where the tokenizer was copied."""
+    """apply_chat_template(tokenize=True) returns ids unless a dict is asked for; a copied tokenizer's does too."""
     tokenizer = travelled(load_tokenizer(model))
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.apply_chat_template(MESSAGES, tokenize=True, add_generation_prompt=True)
@@ -63,5 +63,5 @@ def test_loaded_once_for_a_worker(model: str) -> None:
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     """A folder without a tokenizer is a WorkflowError with its path."""
-    with pytest.raises(WorkflowError, match="tokenizer .*nowhere cannot be loaded"):
+    with pytest.raises(WorkflowError, match=r"tokenizer .*nowhere cannot be loaded"):
         load_tokenizer(str(tmp_path / "nowhere"))

@@ -182,7 +182,7 @@ class TestProcesses:
         """An argument that its process cannot load is an error that names the function; others go on."""
         wrapper = AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)
         async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(SlotDataError, match="half: it or an argument cannot be loaded .*ZeroDivisionError"):
+            with pytest.raises(SlotDataError, match=r"half: it or an argument cannot be loaded .*ZeroDivisionError"):
                 await wrapper(functions.Unloadable())
             assert await wrapper() == 0.5
 
