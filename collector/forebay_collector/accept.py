@@ -27,7 +27,8 @@ _DISTINCT_ERRORS = 1000
 def group_tensors(summary: GroupSummary, rows: Sequence[Row]) -> dict[str, Any]:
     """The group as the filter sees it: torch tensors [B, S], ``original_rewards`` always, and its ``rollout_group``.
 
-    ``rewards`` are as shaped and normalized so far: only as shaped where that takes statistics of the batch.
+    ``rewards`` are as shaped and normalized so far: only as shaped where that takes statistics of the batch. Both are
+    NaN for a row without a reward, and absent if no row has one.
     """
     summaries = [row for rollout in summary.rollouts for row in rollout.rows]
     for row, known in zip(rows, summaries, strict=True):

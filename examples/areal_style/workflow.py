@@ -54,10 +54,7 @@ class ChatScoreWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Run the episode of ``data["messages"]``."""
-        # return_dict=False: without it transformers 5 returns a dict of lists, and list() of that is its keys.
-        input_ids = self.tokenizer.apply_chat_template(
-            data["messages"], tokenize=True, add_generation_prompt=True, return_dict=False
-        )
+        input_ids = self.tokenizer.apply_chat_template(data["messages"], tokenize=True, add_generation_prompt=True)
         request = ModelRequest(
             rid=uuid.uuid4().hex,
             input_ids=list(input_ids),

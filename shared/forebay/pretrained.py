@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ _cache: ContextVar[PretrainedCache | None] = ContextVar("forebay_pretrained", de
 def load_tokenizer(path: str) -> Any:
     """The tokenizer at `path`, a folder or a name.
 
+    Its ``apply_chat_template(..., tokenize=True)`` returns a list of token ids, with any version of transformers;
+    version 5 by itself returns a dict, as this one does with ``return_dict=True``.
+
     In the constructor of a workflow on a worker it is shared with the worker's other workflows; elsewhere it is loaded
     anew. Raises WorkflowError.
     """
@@ -71,6 +75,16 @@ def _load(kind: str, path: str) -> Any:
         raise WorkflowError(f"loading the {kind} {path} needs transformers; install forebay[workers]") from None
     loader: Any = transformers.AutoTokenizer if kind == "tokenizer" else transformers.AutoProcessor
     try:
-        return loader.from_pretrained(path)
+        loaded = loader.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise WorkflowError(f"the {kind} {path} cannot be loaded here: {error}") from error
+    return _with_ids(loaded) if kind == "tokenizer" else loaded
+
+
+def _with_ids(tokenizer: Any) -> Any:
+    # Workflows that were written for transformers 4 take the result for ids; list() of a dict would be its keys. On the
+    # instance, so that tokenizers which others load stay as they are. It travels with pickle and deepcopy.
+    template = getattr(tokenizer, "apply_chat_template", None)
+    if template is not None:
+        tokenizer.apply_chat_template = functools.partial(template, return_dict=False)
+    return tokenizer

@@ -5,7 +5,9 @@ Invariants (tests in ``tests/unit/test_processor_cache.py``):
 - At any time at most one computation of a key runs; all who ask meanwhile wait for it (``TestSingleFlight``).
 - A failure is everybody's who waited for it, and is not kept (``TestFailures``).
 - Who stops waiting, the first who asked included, harms no other waiter (``TestCancellation``).
-- Nobody waits for a computation that waits for him (``TestNoDeadlock``).
+- No computation waits for itself, and no event loop for what it would have to run (``TestNoDeadlock``). Two
+  computations that ask for each other's key are not told apart from two that are slow: both wait until their slots'
+  episodes time out. A computation should ask for no key, or all for theirs in one order.
 - Once closed, it holds nothing (``TestRelease``).
 """
 

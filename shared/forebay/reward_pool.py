@@ -6,28 +6,48 @@ Invariants (tests in ``tests/unit/test_rewards.py``):
   (``test_wrappers_share_their_processes``); while a pool makes room for a larger one, those of both.
 - Every call ends: with a number, with an error, or with its process killed (``TestProcesses``).
 - A pool that has broken is replaced at the next call (``test_a_broken_pool_is_replaced``).
-- No process outlives the one that it works for (``test_no_process_outlives_its_worker``), and nothing
-  that a call has started itself outlives its being killed (``test_what_a_killed_call_has_started_is_killed``).
+- A call that ends its process is a crash and no time-out, also if it does so by ``os._exit(0)``
+  (``test_leaving_with_0_is_a_crash``).
+- No process outlives the one that it works for (``test_no_process_outlives_its_worker``): on Linux at once and
+  whatever it does; elsewhere only once its code lets another thread run.
+- What a call has started itself ends with it when it is killed (``test_what_a_killed_call_has_started_is_killed``),
+  with two exceptions: what is in a session or process group of its own, and what a call has started that does not let
+  go of the interpreter, because the process cannot end it then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, NoReturn
 
 from pebble import ProcessPool
 
 from forebay.errors import SlotDataError
 
-__all__ = ["BrokenProcessPool", "RewardProcesses", "default_processes", "is_time_out", "number", "shared_processes"]
+__all__ = [
+    "EXIT_CODE_OF_0",
+    "BrokenProcessPool",
+    "RewardProcesses",
+    "default_processes",
+    "is_time_out",
+    "name_of",
+    "number",
+    "shared_processes",
+]
+
+EXIT_CODE_OF_0 = 90
+"""What a reward function's ``os._exit(0)`` ends its process with: the pool takes 0 for an orderly end, and would wait
+for the call's time-out."""
 
 
 def default_processes() -> int:
@@ -78,10 +98,14 @@ class RewardProcesses:
 
         The future ends with a float, what `fn` raised, ``TimeoutError`` after `timeout_s` from the call's start,
         ``pebble.ProcessExpired``, or BrokenProcessPool: try again.
+
+        Raises:
+            SlotDataError: `fn` or an argument cannot be pickled.
         """
+        call = _packed(fn, args, kwargs)
         with self._lock:
             try:
-                return self._ready().schedule(_call, args=(fn, args, kwargs), timeout=timeout_s)
+                return self._ready().schedule(_call, args=(name_of(fn), call), timeout=timeout_s)
             except RuntimeError as error:  # pebble says so of a pool that has broken before
                 self._retire(_kill)
                 raise BrokenProcessPool(str(error)) from None
@@ -130,11 +154,33 @@ def _stop(pool: Any) -> None:
     pool.join(timeout=5)
 
 
-def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """In a process of the pool. What leaves it can be read by the other side, whatever `fn` does."""
-    name = f"reward function {getattr(fn, '__qualname__', repr(fn))}"
+def name_of(fn: Callable[..., Any]) -> str:
+    """What errors call `fn`."""
+    return f"reward function {getattr(fn, '__qualname__', repr(fn))}"
+
+
+def _packed(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    # Here and not by the pool: some of what pickling raises would end its thread, and the error should name `fn`.
     try:
-        value = fn(*args, **kwargs)
+        return pickle.dumps((fn, args, kwargs), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # objects may refuse in any way
+        raise SlotDataError(
+            f"{name_of(fn)}: it or an argument cannot be sent to a process for rewards "
+            f"({type(error).__name__}: {error}); functions must stand at the top of a module, arguments be plain values"
+        ) from error
+
+
+def _call(name: str, call: bytes) -> float:
+    """In a process of the pool. What leaves it can be read by the other side, whatever the function does."""
+    try:
+        fn, args, kwargs = pickle.loads(call)  # noqa: S301 (made by the process that this one works for)
+    except Exception as error:  # imports run, and may raise anything
+        raise SlotDataError(
+            f"{name}: it or an argument cannot be loaded in a process for rewards ({type(error).__name__}: {error})"
+        ) from None
+    try:
+        with _exit_is_a_crash():
+            value = fn(*args, **kwargs)
     except Exception as error:  # a user's function may raise anything
         if isinstance(error, StopIteration) or not _travels(error):
             raise SlotDataError(f"{name} raised {type(error).__name__}: {error}") from None
@@ -142,6 +188,21 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     except BaseException as error:  # KeyboardInterrupt, SystemExit: not the worker's
         raise SlotDataError(f"{name} raised {type(error).__name__}: {error}") from None
     return number(name, value)
+
+
+@contextlib.contextmanager
+def _exit_is_a_crash() -> Iterator[None]:
+    end, process = os._exit, os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        # What the function forks has this too, and its 0 means 0.
+        end(EXIT_CODE_OF_0 if status == 0 and os.getpid() == process else status)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = end
 
 
 def number(name: str, value: Any) -> float:
@@ -169,18 +230,35 @@ def _prepare() -> None:
     """In a process of the pool, at its start."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, lambda *_: _kill_group())
-    threading.Thread(target=_die_with_parent, name="forebay-parent", daemon=True).start()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        _die_by_signal(parent.sentinel)
+        threading.Thread(target=_die_by_thread, args=(parent,), name="forebay-parent", daemon=True).start()
 
 
 def _kill_group() -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)  # this process, and what the reward function has started
 
 
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()  # an endless call would not notice that nobody waits for it any more
-        _kill_group()
+def _die_by_signal(sentinel: int) -> None:
+    """Have the kernel kill this process's group when `sentinel`, a pipe, is closed by the end of the other side.
+
+    That needs nothing of this process, in which a reward function may compute for ever without letting another thread
+    run. A limit on CPU time would not see one that waits, and would end one that computes in many threads.
+    """
+    if sys.platform != "linux":
+        return  # the thread remains
+    import fcntl
+
+    with contextlib.suppress(OSError):  # what stands in for Linux in some sandboxes does not know this
+        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _die_by_thread(parent: Any) -> None:
+    parent.join()  # an endless call would not notice that nobody waits for it any more
+    _kill_group()
 
 
 # The processes belong to the process, as its threads do: wrappers come by import and by copy, and have no owner in

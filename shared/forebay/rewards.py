@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from pebble import ProcessExpired
 
 from forebay.errors import RewardTimeoutError, SettingsError, SlotDataError
-from forebay.reward_pool import BrokenProcessPool, default_processes, is_time_out, number, shared_processes
+from forebay.reward_pool import (
+    EXIT_CODE_OF_0,
+    BrokenProcessPool,
+    default_processes,
+    is_time_out,
+    name_of,
+    number,
+    shared_processes,
+)
 
 __all__ = ["AsyncRewardWrapper"]
 
 _TIMEOUT_S = 15.0
+_MAX_WORKERS = 512
+"""Processes; more is a mistake, and would take the host's memory."""
 _MAX_BROKEN = 2
 """Times that a call is tried again for nothing because all processes broke."""
 
@@ -31,12 +42,15 @@ class AsyncRewardWrapper:
 
     Args:
         reward_fn: returns a number; called with whatever this wrapper is called with.
-        timeout_s: for one call, counted from its start, not from its turn in the queue. Default 15.
+        timeout_s: for one call, counted from its start, not from its turn in the queue. Finite; default 15.
         max_workers: processes that there are for plain functions, at least; the largest number that a wrapper of this
-            process asks for is what all share. None: half of the processors, from 2 to 8.
+            process asks for, up to 512, is what all share. None: half of the processors, from 2 to 8.
         max_retries: further tries after a time-out or a crash.
         on_timeout: the reward to give instead of raising when every try has timed out. None: raise.
         timeout_seconds: `timeout_s` by the name that AReaL has for it.
+
+    Raises:
+        SettingsError: an argument cannot work; the text names it and its value.
     """
 
     def __init__(
@@ -54,13 +68,14 @@ class AsyncRewardWrapper:
         if timeout_s is not None and timeout_seconds is not None:
             raise SettingsError(f"timeout_s={timeout_s} and timeout_seconds={timeout_seconds} are one; pass either")
         given = timeout_s if timeout_s is not None else timeout_seconds
-        self._timeout_s = _TIMEOUT_S if given is None else given
+        self._timeout_s = _TIMEOUT_S if given is None else _finite("timeout_s", given)
+        if self._timeout_s <= 0:
+            raise SettingsError(f"timeout_s={given!r}: must be above 0")
+        if max_workers is not None:
+            _whole("max_workers", max_workers, 1, _MAX_WORKERS)
+        _whole("max_retries", max_retries, 0, None)
         workers = default_processes() if max_workers is None else max_workers
-        if self._timeout_s <= 0 or workers < 1 or max_retries < 0:
-            raise SettingsError(
-                f"timeout_s={self._timeout_s} must be above 0, max_workers={max_workers} at least 1, "
-                f"max_retries={max_retries} at least 0"
-            )
+        on_timeout = None if on_timeout is None else _finite("on_timeout", on_timeout)
         self._fn = reward_fn
         self._max_workers = workers
         self._max_retries = max_retries
@@ -87,7 +102,8 @@ class AsyncRewardWrapper:
                 killed = "" if self._is_async else "; its process was killed"
                 cause = RewardTimeoutError(f"{self._name} ran longer than {self._timeout_s:g} s{killed}")
             except ProcessExpired as error:
-                cause = SlotDataError(f"{self._name}: its process died with exit code {error.exitcode}")
+                of_0 = " (of os._exit(0), or its own)" if error.exitcode == EXIT_CODE_OF_0 else ""
+                cause = SlotDataError(f"{self._name}: its process died with exit code {error.exitcode}{of_0}")
             except BrokenProcessPool as error:
                 cause = SlotDataError(f"{self._name}: the processes for rewards broke: {error}")
                 broken += 1
@@ -98,7 +114,7 @@ class AsyncRewardWrapper:
 
     @property
     def _name(self) -> str:
-        return f"reward function {getattr(self._fn, '__qualname__', repr(self._fn))}"
+        return name_of(self._fn)
 
     async def _once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
         """The reward; None: the time is over. A TimeoutError is the function's own."""
@@ -131,3 +147,15 @@ class AsyncRewardWrapper:
         except (KeyboardInterrupt, SystemExit) as error:  # a task would raise them through the event loop
             raise SlotDataError(f"{self._name} raised {type(error).__name__}: {error}") from None
         return number(self._name, value)
+
+
+def _finite(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (abs(value) <= sys.float_info.max):
+        raise SettingsError(f"{name}={value!r}: must be a finite number")
+    return float(value)
+
+
+def _whole(name: str, value: Any, least: int, most: int | None) -> None:
+    if type(value) is not int or value < least or (most is not None and value > most):
+        upper = "" if most is None else f", at most {most}"
+        raise SettingsError(f"{name}={value!r}: must be an integer of at least {least}{upper}")

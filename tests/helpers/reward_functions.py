@@ -107,6 +107,20 @@ def untidy() -> NoReturn:
     raise Untidy(7, "by the reward")
 
 
+class Unsendable:
+    """Refuses to be pickled in a way of its own."""
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("not this one")
+
+
+class Unloadable:
+    """Can be pickled, and not be loaded again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return explode, ()
+
+
 def stop_iteration() -> NoReturn:
     """Do what ``next(iter([]))`` does."""
     raise StopIteration
@@ -125,6 +139,20 @@ def own_timeout() -> NoReturn:
 def backtrack(text: str) -> float:
     """A regular expression that takes for ever and never lets go of the interpreter."""
     return 1.0 if re.match(r"(a|aa)+$", text) else 0.0
+
+
+def backtrack_at(folder: str) -> float:
+    """As :func:`backtrack`, leaving its process id in `folder`."""
+    (Path(folder) / str(os.getpid())).touch()
+    return backtrack("a" * 80 + "b")
+
+
+def forked_exit() -> int:
+    """What a process that it forks ends with, asking for 0."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def child_at(folder: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog.testing
 import torch
@@ -137,9 +138,10 @@ class TestWhatItSees:
         assert seen[0]["original_rewards"].tolist() == [1.0, 30.0]
 
     async def test_without_a_reward(self, seen: list[dict[str, Any]]) -> None:
-        """Where a row has no reward, the key is absent: nothing is filled in."""
+        """Contract 2 and 3: a row without a reward has NaN, and the others' rewards are there all the same."""
         await judged("look", *group(1.0, None))
-        assert "rewards" not in seen[0]
+        for name in ("rewards", "original_rewards"):
+            assert np.array_equal(seen[0][name].numpy(), [1.0, np.nan], equal_nan=True)
         assert seen[0]["rollout_group"].rewards == (1.0, None)
 
     async def test_its_changes_go_nowhere(self) -> None:

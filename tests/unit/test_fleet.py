@@ -81,8 +81,12 @@ async def test_bad_requests() -> None:
             await fleet.agenerate(request(max_new_tokens=0))
         with pytest.raises(SlotDataError, match="prompt is empty"):
             await fleet.agenerate(request(prompt=[]))
-        with pytest.raises(SlotDataError, match="-1 is no token id"):
+        with pytest.raises(SlotDataError, match="-1 in input_ids is no token id"):
             await fleet.agenerate(request(prompt=[-1]))
+        as_dict: Any = {"input_ids": [5, 6], "attention_mask": [1, 1]}  # of apply_chat_template in transformers 5
+        for prompt in (as_dict, list(as_dict), "text", None):
+            with pytest.raises(SlotDataError, match="return_dict=False"):
+                await fleet.agenerate(ModelRequest("r", prompt))
         assert server.requests == []
 
 

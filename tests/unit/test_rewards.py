@@ -105,6 +105,16 @@ class TestProcesses:
         with pytest.raises(SlotDataError, match="die: its process died with exit code 3"):
             await wrapper()
 
+    async def test_leaving_with_0_is_a_crash(self) -> None:
+        """A function that leaves by os._exit(0) is a SlotDataError, and no time-out that on_timeout makes a reward of.
+
+        The processes that it forks may leave so.
+        """
+        wrapper = AsyncRewardWrapper(functions.die, timeout_s=START_S, max_workers=1, on_timeout=0.0)
+        with pytest.raises(SlotDataError, match=r"died with exit code 90 \(of os\._exit\(0\)"):
+            await wrapper(0)
+        assert await AsyncRewardWrapper(functions.forked_exit, timeout_s=START_S, max_workers=1)() == 0.0
+
     async def test_a_crash_is_tried_again(self, tmp_path: Path) -> None:
         """A process that dies once costs nothing but the second try."""
         wrapper = AsyncRewardWrapper(functions.die_once, timeout_s=START_S, max_workers=1)
@@ -159,6 +169,23 @@ class TestProcesses:
                 await wrapper()
             assert await AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)() == 0.5
 
+    @pytest.mark.parametrize("argument", [threading.Lock(), lambda: 1, functions.Unsendable()])
+    async def test_what_cannot_be_sent_is_named(self, argument: Any) -> None:
+        """An argument that cannot be pickled, however it refuses, is an error that names the function; others go on."""
+        wrapper = AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(SlotDataError, match="reward function half: it or an argument cannot be sent"):
+                await wrapper(argument)
+            assert await wrapper() == 0.5
+
+    async def test_what_cannot_be_loaded_is_named(self) -> None:
+        """An argument that its process cannot load is an error that names the function; others go on."""
+        wrapper = AsyncRewardWrapper(functions.half, timeout_s=START_S, max_workers=1)
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(SlotDataError, match=r"half: it or an argument cannot be loaded .*ZeroDivisionError"):
+                await wrapper(functions.Unloadable())
+            assert await wrapper() == 0.5
+
     async def test_its_own_time_out_is_no_kill(self) -> None:
         """A TimeoutError that the function raises itself passes through, and is not tried again."""
         wrapper = AsyncRewardWrapper(functions.own_timeout, timeout_s=START_S, max_workers=1)
@@ -196,11 +223,24 @@ class TestProcesses:
                 await until(lambda pid=pid: not alive(pid))
             assert await wrapper() > 0
 
-    async def test_no_process_outlives_its_worker(self, tmp_path: Path) -> None:
-        """An endless call dies with the process that waits for it, however that is killed."""
+    @pytest.mark.parametrize(
+        "function",
+        [
+            "forever_at",
+            pytest.param(
+                "backtrack_at",
+                marks=pytest.mark.skipif(sys.platform != "linux", reason="needs a signal from a pipe's end"),
+            ),
+        ],
+    )
+    async def test_no_process_outlives_its_worker(self, tmp_path: Path, function: str) -> None:
+        """An endless call dies with the process that waits for it, however that is killed.
+
+        So does one that never lets go of the interpreter.
+        """
         program = (
             "import asyncio\nfrom forebay import AsyncRewardWrapper\nfrom helpers import reward_functions\n"
-            f"asyncio.run(AsyncRewardWrapper(reward_functions.forever_at, 300, 1)({str(tmp_path)!r}))\n"
+            f"asyncio.run(AsyncRewardWrapper(reward_functions.{function}, 300, 1)({str(tmp_path)!r}))\n"
         )
         paths = os.pathsep.join([str(Path(functions.__file__).parents[1]), *sys.path])
         environment = {**os.environ, "PYTHONPATH": paths}
@@ -317,6 +357,17 @@ class TestNeverASilentZero:
         ({"reward_fn": functions.half, "max_workers": 0}, "max_workers=0"),
         ({"reward_fn": functions.half, "max_retries": -1}, "max_retries=-1"),
         ({"reward_fn": functions.half, "timeout_seconds": -2}, "timeout_s=-2"),
+        ({"reward_fn": functions.half, "timeout_s": math.nan}, "timeout_s=nan"),
+        ({"reward_fn": functions.half, "timeout_s": math.inf}, "timeout_s=inf"),
+        ({"reward_fn": functions.half, "timeout_s": 10**400}, "timeout_s=1000"),
+        ({"reward_fn": functions.half, "timeout_s": True}, "timeout_s=True"),
+        ({"reward_fn": functions.half, "timeout_s": "5"}, "timeout_s='5'"),
+        ({"reward_fn": functions.half, "max_workers": True}, "max_workers=True"),
+        ({"reward_fn": functions.half, "max_workers": 1.5}, r"max_workers=1\.5"),
+        ({"reward_fn": functions.half, "max_workers": 100_000}, "max_workers=100000: .* at most 512"),
+        ({"reward_fn": functions.half, "max_retries": 1.5}, r"max_retries=1\.5"),
+        ({"reward_fn": functions.half, "on_timeout": math.nan}, "on_timeout=nan"),
+        ({"reward_fn": functions.half, "on_timeout": "0"}, "on_timeout='0'"),
         ({"reward_fn": functions.half, "timeout_s": 1, "timeout_seconds": 2}, "are one; pass either"),
     ],
 )

@@ -16,7 +16,7 @@ from forebay_workers.watchdog import EXIT_CODE, Silence
 
 LIMIT_S = 1.5
 PROGRAM = """
-import asyncio, re, sys, threading, time
+import asyncio, ctypes, re, sys, threading, time
 from forebay import log
 from forebay_workers.watchdog import watched
 
@@ -27,6 +27,8 @@ def the_culprit(how):
         time.sleep(3600)
     if how == "regex":
         re.match(r"(a|aa)+$", "a" * 80 + "b")
+    if how == "wait":
+        ctypes.PyDLL(None).sleep(3600)
     if how == "stderr":
         threading.Thread(target=write, daemon=True).start()
         time.sleep(3600)
@@ -35,10 +37,17 @@ def write():
     while True:
         sys.stderr.write("x" * 65536)
 
+async def steps(seconds):
+    for _ in range(2):
+        time.sleep(seconds)
+        await asyncio.sleep(0)
+
 async def main(how, seconds):
     with watched({limit}, lambda: [(7, 1, 2)]):
         print("running", flush=True)
         the_culprit(how)
+        if how == "busy":  # every turn of the loop takes longer than the limit
+            await asyncio.gather(*(steps(seconds / 40) for _ in range(20)))
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             await asyncio.sleep(0.05)
@@ -74,13 +83,20 @@ def test_blocked_loop_ends() -> None:
     assert "in the_culprit" in stderr
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGVTALRM"), reason="needs a timer of CPU time")
-def test_blocked_interpreter_ends() -> None:
-    """A regular expression that never lets another thread run ends its process too, with its stack on stderr."""
-    process = start("regex")
+@pytest.mark.parametrize("how", ["regex", "wait"])
+def test_blocked_interpreter_ends(how: str) -> None:
+    """Code that never lets another thread run, be it busy or waiting, ends its process too, its stack on stderr."""
+    process = start(how)
     _, stderr = process.communicate(timeout=100)
-    assert process.returncode == -signal.SIGVTALRM
+    assert process.returncode == 1
     assert "in the_culprit" in stderr
+
+
+def test_a_busy_loop_goes_on() -> None:
+    """Twenty tasks with short steps, for which one turn of the loop takes twice the limit, are left alone."""
+    process = start("busy", LIMIT_S * 4)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout, stderr) == (0, "done\n", "")
 
 
 def test_a_full_stderr_does_not_save_it() -> None:

@@ -29,7 +29,8 @@ class WorkerSettings(BaseSettings):
     """Results above this many tokens are encoded in a thread, off the event loop."""
     watchdog_s: float = Field(20.0, ge=0)
     """A worker whose event loop a workflow has blocked for this long, and for two leases, ends itself with all stacks
-    on stderr and exit code 70. 0: never, as for a debugger."""
+    on stderr and exit code 70; one that never lets go of the interpreter is ended after three times as long, with
+    code 1. 0: never, as for a debugger."""
     trace_dir: Path | None = None
     """Folder for one JSON line an episode, in a file of each worker process; ``forebay trace export`` makes of them
     what Perfetto shows. None: off."""

@@ -19,6 +19,7 @@ __all__ = ["Progress", "token_versions"]
 
 _LONGEST_WAIT_S = 1.0
 _MAX_DOUBLINGS = 16
+_REMEDY = "apply_chat_template(tokenize=True) needs return_dict=False with transformers 5, and no return_tensors"
 
 
 def token_versions(
@@ -77,18 +78,20 @@ class Progress:
 
         Raises:
             ValueError: ``n_samples != 1``.
-            SlotDataError: the prompt is empty, holds something that is no token id, or leaves no budget.
+            SlotDataError: the prompt is no list of token ids, is empty, or leaves no budget.
         """
         gconfig, prompt = req.gconfig, req.input_ids
         if gconfig.n_samples != 1:
             raise ValueError(
                 f"n_samples={gconfig.n_samples}: one request generates once; submit a group to sample more"
             )
+        if not isinstance(prompt, (list, tuple)):
+            raise SlotDataError(f"request {req.rid}: input_ids={prompt!r:.100} is no list of token ids; {_REMEDY}")
         if not prompt:
             raise SlotDataError(f"request {req.rid}: the prompt is empty")
         bad = [token for token in prompt if not isinstance(token, int) or isinstance(token, bool) or token < 0]
         if bad:
-            raise SlotDataError(f"request {req.rid}: {bad[0]!r} is no token id")
+            raise SlotDataError(f"request {req.rid}: {bad[0]!r:.100} in input_ids is no token id; {_REMEDY}")
         budget = min(gconfig.max_tokens - len(prompt), gconfig.max_new_tokens)
         if budget <= 0:
             raise SlotDataError(
