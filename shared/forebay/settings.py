@@ -32,6 +32,8 @@ from forebay.reward_rules import NormConfig, RewardShaping, norm_of
 
 __all__ = ["EngineSettings", "RunSettings", "Settings", "load", "unknown_variables"]
 
+_LEAST_SLOT_BYTES = 38
+"""The encoded rows of a slot with one row of one token; real ones are far larger."""
 _LARGEST = 2**31 - 1
 """Of every number: what Redis scripts and tensors count with, and some 68 years in seconds."""
 MAX_GROUP_SIZE = 4096
@@ -280,6 +282,7 @@ class RunSettings(_Base):
         )
         self._check_shaping()
         self._check_fleet()
+        self._check_retained()
         if self.dump_to_file and not self.tokenizer_path:
             raise ValueError("dump_to_file needs tokenizer_path, the model folder or name whose tokenizer decodes rows")
         return self
@@ -317,6 +320,16 @@ class RunSettings(_Base):
                 f"group_size={self.group_size} are {groups * self.group_size} slots, but the fleet runs at most "
                 f"fleet_slots={self.fleet_slots}: the others would wait while their deadline runs; set max_concurrent "
                 f"to {self.fleet_slots // self.group_size}, or add workers and raise fleet_slots"
+            )
+
+    def _check_retained(self) -> None:
+        slots = self.retain_batches * self.batch_size * self.group_size
+        if self.max_retained_bytes is not None and slots * _LEAST_SLOT_BYTES > self.max_retained_bytes:
+            raise ValueError(
+                f"retain_batches={self.retain_batches} of batch_size={self.batch_size} groups of "
+                f"group_size={self.group_size} are {slots} slots, at least {slots * _LEAST_SLOT_BYTES} bytes of rows, "
+                f"above max_retained_bytes={self.max_retained_bytes}: so many can never be kept; raise the budget, "
+                "or retain fewer batches"
             )
 
     @property

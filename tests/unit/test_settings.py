@@ -421,3 +421,14 @@ class TestNumbers:
         """Numbers that scripts cannot count with are refused."""
         with pytest.raises(SettingsError, match=f"FOREBAY_{name.upper()}=.*at most 2147483647"):
             load(RunSettings, **{name: 10**20})
+
+
+def test_retained_batches_beyond_their_budget() -> None:
+    """More batches than the byte budget could ever hold are refused, with the arithmetic."""
+    with pytest.raises(
+        SettingsError,
+        match=r"retain_batches=100 of batch_size=8 groups of group_size=8 are 6400 slots, at least 243200 bytes .* "
+        r"above max_retained_bytes=100000: .* retain fewer batches",
+    ):
+        load(RunSettings, retain_batches=100, max_retained_bytes=100_000)
+    assert load(RunSettings, retain_batches=100, max_retained_bytes=243_200).retain_batches == 100
