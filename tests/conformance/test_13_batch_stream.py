@@ -429,7 +429,7 @@ class TestRetainedBatches:
         one = int(await store._redis.hget(store.keys.state, "kept_bytes") or 0)  # type: ignore[misc]
         names = [(task, idx, 1) for task in (1, 2) for idx in (0, 1)]
         assert one == sum(len(rows or b"") for rows in await store.read_rows(names)) > 0
-        await driver.lead(max_staleness=20, retain_batches=5, max_retained_bytes=2 * one)
+        await driver.lead(max_staleness=20, group_size=2, retain_batches=5, max_retained_bytes=2 * one)
         await trainer.ack(2)
         assert await rows_left(store) == 16
         await trainer.ack(3)
