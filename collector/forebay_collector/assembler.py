@@ -62,10 +62,6 @@ class Assembler:
         """Begin a group."""
         self._open.setdefault(task_id, _Open(rules, size, parent, fault))
 
-    def forget(self, task_id: int) -> None:
-        """Drop a group that has ended otherwise."""
-        self._open.pop(task_id, None)
-
     def add(self, entry: ResultEntry) -> Assembled | None:
         """Add a slot's result to its group, which must be open: the group, if that was its last slot."""
         group = self._open[entry.task_id]

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 from driver import Driver, reap_until
 
 from forebay.errors import RunStoppedError
 from forebay.outcomes import FailureKind
-from forebay.settings import Settings
 from forebay.store import Store
-
-
-@pytest.fixture
-async def store(any_redis_url: str, run_name: str) -> AsyncIterator[Store]:
-    """The store of a run of one's own."""
-    opened = Store.open(Settings(REDIS_URL=any_redis_url, experiment_name=run_name.split("/", maxsplit=1)[0]))
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

@@ -8,25 +8,15 @@ is blocked is told (``tests/integration/test_store.py``); the blocked reader's e
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
 
 import pytest
 from driver import Driver, reap_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forebay.settings import Settings
 from forebay.store import Store
 from forebay.store.records import Channel, Collected
 from forebay.store.scripts import source
-
-
-@pytest.fixture
-async def store(any_redis_url: str, run_name: str) -> AsyncIterator[Store]:
-    """The store of a run of one's own."""
-    opened = Store.open(Settings(REDIS_URL=any_redis_url, experiment_name=run_name.split("/", maxsplit=1)[0]))
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +27,6 @@ from forebay.shares import deal
 from forebay.store import Store
 from forebay.store.records import BatchEntry, Cursor, Taken
 from forebay.wire.envelopes import BatchIndex
-
-
-@pytest.fixture
-async def store(any_redis_url: str, run_name: str) -> AsyncIterator[Store]:
-    """The store of a run of one's own."""
-    opened = Store.open(Settings(REDIS_URL=any_redis_url, experiment_name=run_name.split("/", maxsplit=1)[0]))
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

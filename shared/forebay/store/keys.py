@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["ADMISSION_GROUP", "Keys"]
-
-ADMISSION_GROUP = "admission"
-"""Consumer group on the prompts stream."""
+__all__ = ["Keys"]
 
 
 @dataclass(frozen=True, slots=True)
