@@ -7,7 +7,7 @@ start and knows what its predecessor knew. A slot has one entry, which ``publish
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -29,6 +29,7 @@ class _Open:
     parent: int | None
     fault: str
     headers: dict[int, SlotHeader] = field(default_factory=dict)
+    entries: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,17 @@ class Assembled:
     """The evicted group whose prompt this one is."""
     fault: str = ""
     """What is wrong with the group itself, so that it cannot be accepted."""
+    entries: Mapping[int, str] = field(default_factory=dict)
+    """The result entry of each slot."""
 
 
 class Assembler:
     """The groups of which some slots have ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, unreadable: Callable[[ResultEntry, str], None] | None = None) -> None:
+        """Begin with none; `unreadable` is told of each entry whose header cannot be read, and why."""
         self._open: dict[int, _Open] = {}
+        self._unreadable = unreadable
 
     def __len__(self) -> int:
         return len(self._open)
@@ -62,32 +67,45 @@ class Assembler:
         """Begin a group."""
         self._open.setdefault(task_id, _Open(rules, size, parent, fault))
 
+    def holds(self, task_id: int, idx: int) -> bool:
+        """Whether slot `idx` of an open group has a result."""
+        return idx in self._open[task_id].headers
+
+    def size(self, task_id: int) -> int:
+        """The slots of an open group."""
+        return self._open[task_id].size
+
     def add(self, entry: ResultEntry) -> Assembled | None:
         """Add a slot's result to its group, which must be open: the group, if that was its last slot."""
         group = self._open[entry.task_id]
         if not 0 <= entry.sample_idx < group.size:
             log.error("result.index_out_of_range", task_id=entry.task_id, sample_idx=entry.sample_idx, size=group.size)
             return None
-        group.headers.setdefault(entry.sample_idx, _header(entry))
+        if entry.sample_idx not in group.headers:
+            group.headers[entry.sample_idx] = self._header(entry)
+            group.entries[entry.sample_idx] = entry.entry_id
         if len(group.headers) < group.size:
             return None
         del self._open[entry.task_id]
-        return Assembled(entry.task_id, group.size, group.rules, group.headers, group.parent, group.fault)
-
-
-def _header(entry: ResultEntry) -> SlotHeader:
-    try:
-        header = SlotHeader.unpack(entry.header)
-        if (header.task, header.idx) != (entry.task_id, entry.sample_idx):
-            raise FrameError(f"it is of slot {header.idx} of group {header.task}")
-    except FrameError as error:
-        log.error("result.unreadable", task_id=entry.task_id, sample_idx=entry.sample_idx, reason=str(error))
-        return SlotHeader(
-            entry.task_id,
-            entry.sample_idx,
-            attempt=0,
-            outcome=SlotOutcome.FAILED.value,
-            kind=FailureKind.CONTRACT.value,
-            reason=f"unreadable result: {error}",
+        return Assembled(
+            entry.task_id, group.size, group.rules, group.headers, group.parent, group.fault, group.entries
         )
-    return header
+
+    def _header(self, entry: ResultEntry) -> SlotHeader:
+        try:
+            header = SlotHeader.unpack(entry.header)
+            if (header.task, header.idx) != (entry.task_id, entry.sample_idx):
+                raise FrameError(f"it is of slot {header.idx} of group {header.task}")
+        except FrameError as error:
+            log.error("result.unreadable", task_id=entry.task_id, sample_idx=entry.sample_idx, reason=str(error))
+            if self._unreadable is not None:
+                self._unreadable(entry, str(error))
+            return SlotHeader(
+                entry.task_id,
+                entry.sample_idx,
+                attempt=0,
+                outcome=SlotOutcome.FAILED.value,
+                kind=FailureKind.CONTRACT.value,
+                reason=f"unreadable result: {error}",
+            )
+        return header

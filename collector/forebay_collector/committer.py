@@ -51,8 +51,12 @@ class Committer:
         self._dumper = dumper
         self._uneven_keys = UnevenKeys()
 
-    async def commit(self, epoch: int, group: Assembled) -> None:
-        """Decide, dump, commit. Raises FencedError, ConnectionLostError."""
+    async def commit(self, epoch: int, group: Assembled) -> bool:
+        """Decide, dump, commit. Raises FencedError, ConnectionLostError.
+
+        Returns:
+            False, with nothing recorded, where a result entry that the group was put together from is not its own.
+        """
         self._uneven_keys.warn(group.task_id, group.headers.values())
         decision = decide(
             group.task_id, group.group_size, group.rules, group.headers, self._shaping, parent=group.parent
@@ -61,11 +65,12 @@ class Committer:
             decision = replace(decision, reason=RejectReason.CONTRACT_ERROR, detail=group.fault)
         needs_rows = self._dumper.on or (decision.reason is None and group.rules.should_accept_fn is not None)
         rows: list[Row] | None = None
+        lost = ""
         if needs_rows and decision.summary.rollouts:
-            rows = await self._read(decision.summary)
+            rows, lost = await self._read(epoch, decision.summary)
             if rows is None:
                 self._dumper.note_lost(group.task_id)
-                decision = replace(decision, reason=RejectReason.ROWS_LOST, detail="rows are gone from Redis")
+                decision = replace(decision, reason=RejectReason.ROWS_LOST, detail=lost)
         if decision.reason is None and group.rules.should_accept_fn is not None and rows is not None:
             reason, detail = await self._accept.judge(group.rules.should_accept_fn, decision.summary, rows)
             decision = replace(decision, reason=reason, detail=detail)
@@ -80,13 +85,17 @@ class Committer:
             dump_folder=folder,
             detail=decision.detail[:_MAX_DETAIL],
             usable=len(decision.summary.rollouts),
+            entries=[group.entries[idx] for idx in sorted(group.entries)],
         )
+        if done is None:
+            return False
         if done and self._metrics is not None:
             self._metrics.decided(decision.summary, decision.reason)
         if done and decision.reason is not None:
             log.info(
                 "group.rejected", task_id=group.task_id, reason=decision.reason, detail=decision.detail[:_MAX_DETAIL]
             )
+        return True
 
     async def _dump(self, group: Assembled, decision: Decision, rows: Sequence[Row] | None) -> str:
         """Write the group's file: its folder, or "" if it has none."""
@@ -101,14 +110,23 @@ class Committer:
         done = await self._dumper.write(folder, summary, rows, group.headers, outcome, decision.reason or "", current)
         return folder if done else ""
 
-    async def _read(self, summary: GroupSummary) -> list[Row] | None:
+    async def _read(self, epoch: int, summary: GroupSummary) -> tuple[list[Row] | None, str]:
+        """The rows; or None, and why they cannot be had."""
         names = [(summary.task, rollout.sample_idx, rollout.attempt) for rollout in summary.rollouts]
         frames = await self._store.read_rows(names)
         whole = [frame for frame in frames if frame is not None]
         if len(whole) < len(names):
-            return None
-        try:
-            return await asyncio.to_thread(lambda: [row for frame in whole for row in decode_rows(frame)])
-        except FrameError as error:
-            log.error("rows.unreadable", task_id=summary.task, reason=str(error))
-            return None
+            return None, "rows are gone from Redis"
+        rows: list[Row] = []
+        for name, rollout, frame in zip(names, summary.rollouts, whole, strict=True):
+            try:
+                found = await asyncio.to_thread(decode_rows, frame)
+                if len(found) != len(rollout.rows):
+                    raise FrameError(f"there are {len(found)} rows, and {len(rollout.rows)} in the result's header")
+            except FrameError as error:
+                reason = f"the rows of slot {rollout.sample_idx} cannot be read: {error}"
+                log.error("rows.unreadable", task_id=summary.task, reason=reason)
+                await self._store.note_unreadable(epoch, ":".join(map(str, name)), "rows", reason, frame)
+                return None, reason
+            rows += found
+        return rows, ""

@@ -11,6 +11,7 @@ import time
 
 import structlog
 
+from forebay.errors import FrameError
 from forebay.group_rewards import normalized_batch, packed_rewards
 from forebay.settings import RunSettings
 from forebay.store.store import Store
@@ -48,9 +49,14 @@ class Cutter:
                 break
             ready = await self._store.ready(self._batch_size)
             if len(ready) < min(rule.ready, self._batch_size):
+                await self._store.spoil_odd(epoch, self._batch_size)
                 tries += 1
                 continue
-            groups = normalized_batch([GroupSummary.unpack(summary) for _, summary in ready])
+            summaries = await self._summaries(epoch, ready)
+            if summaries is None:
+                tries += 1
+                continue
+            groups = normalized_batch(summaries)
             status = await self._store.status()
             index = BatchIndex(groups, partial=partial, metrics=self._metrics.of_batch(groups, status))
             tasks = [task_id for task_id, _ in ready]
@@ -62,6 +68,21 @@ class Cutter:
             self._metrics.cut(groups, status)
             log.info("batch.cut", batch_id=batch_id, groups=len(groups), partial=partial)
         return cut
+
+    async def _summaries(self, epoch: int, ready: list[tuple[int, bytes]]) -> list[GroupSummary] | None:
+        """The summaries of ready groups; None where some could not be read, which are evicted."""
+        out: list[GroupSummary] = []
+        for task_id, packed in ready:
+            try:
+                summary = GroupSummary.unpack(packed)
+                if summary.task != task_id:
+                    raise FrameError(f"it is of group {summary.task}")
+            except FrameError as error:
+                log.error("summary.unreadable", task_id=task_id, reason=str(error))
+                await self._store.spoil_group(epoch, task_id, f"its summary cannot be read: {error}", packed)
+            else:
+                out.append(summary)
+        return out if len(out) == len(ready) else None
 
     async def _evict(self, epoch: int) -> None:
         """Look through the waiting groups, now and then; those of a batch are judged at its cut in any case."""

@@ -43,6 +43,7 @@ _FAMILIES = {  # counters named `first:value`: the family and its label
     "rejected": ("forebay_groups_rejected", "reason", "Groups rejected, by reason."),
     "slots": ("forebay_slots", "outcome", "Slots ended, by outcome."),
     "failures": ("forebay_attempt_failures", "kind", "Attempts that failed, by kind."),
+    "poison": ("forebay_set_aside", "where", "What was set aside as unreadable, by where it stood."),
     "retries": ("forebay_attempt_retries", "kind", "Attempts queued again after a failure, by its kind."),
 }
 

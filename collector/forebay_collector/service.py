@@ -78,7 +78,10 @@ class Collector:
         if listen is not None and self._exposition is not None:
             self._server = MetricsServer(self._exposition.render, listen)
         self._metrics = CollectorMetrics(rules, self._exposition)
-        self._assembler = Assembler()
+        self._assembler = Assembler(self._note_unreadable)
+        self._unreadable: list[tuple[ResultEntry, str]] = []
+        self._begin_anew = False
+        """An entry that is no slot's result was counted in: the assembler's groups are not to be trusted."""
         self._committer = Committer(
             store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping, self._metrics
         )
@@ -86,7 +89,8 @@ class Collector:
         self._epoch = 0
         self._told: str | None = None
         """Why the run has stopped itself, as far as it was logged."""
-        self._commits: set[asyncio.Task[None]] = set()
+        self._commits: dict[int, asyncio.Task[None]] = {}
+        """The commits under way, by task id."""
 
     async def open(self) -> None:
         """Check the settings of the dump. Raises SettingsError."""
@@ -139,7 +143,7 @@ class Collector:
             for task in done:
                 task.result()
         finally:
-            await stop_tasks([*tasks, *self._commits, stopped])
+            await stop_tasks([*tasks, *self._commits.values(), stopped])
             with contextlib.suppress(ConnectionLostError):
                 await self._store.resign(self.name)
             log.info("collector.stopped", collector=self.name)
@@ -178,41 +182,83 @@ class Collector:
     async def _collect(self) -> None:
         # From the start of the stream: what is in it has not been committed, whoever read it before.
         await self._cancel_commits()
-        self._assembler = Assembler()
+        self._assembler = Assembler(self._note_unreadable)
+        self._begin_anew = False
         after = "0"
-        while True:
-            for task in [task for task in self._commits if task.done()]:
-                self._commits.discard(task)
-                task.result()  # a commit that failed: begin anew from the stream
+        while not self._begin_anew:
+            self._forget_done_commits()
             entries = await self._store.read_results(after, _READ_COUNT, _BLOCK_S)
             for entry in entries:
                 after = entry.entry_id
                 await self._add(entry)
 
     async def _cancel_commits(self) -> None:
-        await stop_tasks(self._commits)
+        await stop_tasks(self._commits.values())
         self._commits.clear()
 
+    def _forget_done_commits(self) -> None:
+        """Forget what is done. Raises what a commit raised: then all begins anew from the stream."""
+        for task_id in [task_id for task_id, commit in self._commits.items() if commit.done()]:
+            self._commits.pop(task_id).result()
+
+    def _note_unreadable(self, entry: ResultEntry, reason: str) -> None:
+        self._unreadable.append((entry, reason))
+
+    async def _set_aside(self, entry: ResultEntry, reason: str) -> None:
+        # False: the entry left the stream meanwhile, by a commit of its group. Then nothing was wrong with it.
+        if await self._store.set_aside_result(self._epoch, entry, reason):
+            log.error("result.set_aside", entry=entry.entry_id, task_id=entry.task_id, reason=reason)
+
+    async def _open(self, task_id: int) -> bool:
+        """Begin a group; False: it does not run."""
+        known = await self._store.group_rules(task_id)
+        if known is None:
+            return False
+        packed, size, parent = known
+        rules, fault = _rules(task_id, packed)
+        if fault:
+            await self._store.note_unreadable(self._epoch, str(task_id), "rules", fault, packed)
+        self._assembler.open(task_id, rules, size, parent, fault)
+        return True
+
     async def _add(self, entry: ResultEntry) -> None:
-        if not self._assembler.knows(entry.task_id):
-            known = await self._store.group_rules(entry.task_id)
-            if known is None:
-                log.debug("result.late", task_id=entry.task_id, sample_idx=entry.sample_idx)
-                return
-            packed, size, parent = known
-            rules, fault = _rules(entry.task_id, packed)
-            self._assembler.open(entry.task_id, rules, size, parent, fault)
+        if entry.fault:
+            await self._set_aside(entry, entry.fault)
+            return
+        if (commit := self._commits.get(entry.task_id)) is not None and not commit.done():
+            await self._set_aside_foreign(entry)
+            return
+        if not self._assembler.knows(entry.task_id) and not await self._open(entry.task_id):
+            await self._set_aside(entry, f"group {entry.task_id} has ended, or never was")
+            return
+        if entry.sample_idx >= (size := self._assembler.size(entry.task_id)):
+            await self._set_aside(entry, f"slot {entry.sample_idx} of group {entry.task_id}, which has {size}")
+            return
+        if self._assembler.holds(entry.task_id, entry.sample_idx):
+            await self._set_aside_foreign(entry)
+            return
         assembled = self._assembler.add(entry)
+        while self._unreadable:
+            odd, reason = self._unreadable.pop()
+            await self._store.note_unreadable(self._epoch, odd.entry_id, "results", reason, odd.header)
         if assembled is not None:
             while len(self._commits) >= _COMMITS_AT_ONCE:
-                await asyncio.wait(self._commits, return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in self._commits if task.done()]:
-                    self._commits.discard(task)
-                    task.result()
-            self._commits.add(named_task("commit", self._commit(assembled)))
+                await asyncio.wait(self._commits.values(), return_when=asyncio.FIRST_COMPLETED)
+                self._forget_done_commits()
+            self._commits[assembled.task_id] = named_task("commit", self._commit(assembled))
+
+    async def _set_aside_foreign(self, entry: ResultEntry) -> None:
+        # A second entry for a slot. Where it is the slot's own, the first is not, which the commit finds out.
+        if await self._store.foreign_results(entry.task_id, {entry.sample_idx: entry.entry_id}):
+            await self._set_aside(entry, _not_its_own(entry.task_id, entry.sample_idx))
 
     async def _commit(self, group: Assembled) -> None:
-        await self._committer.commit(self._epoch, group)
+        if not await self._committer.commit(self._epoch, group):
+            # The group is not forgotten: what is in the stream is read anew, without the entries that are not its own.
+            for idx in await self._store.foreign_results(group.task_id, group.entries):
+                entry = ResultEntry(group.entries[idx], group.task_id, idx, group.headers[idx].reason.encode())
+                await self._set_aside(entry, _not_its_own(group.task_id, idx))
+            self._begin_anew = True
 
     # -- the other duties ---------------------------------------------------------------------------------------------
 
@@ -252,6 +298,10 @@ class Collector:
         await self._store.forget_dump_rewrites(entries)
         if len(entries) < _REWRITES_AT_ONCE:
             await asyncio.sleep(_BLOCK_S)
+
+
+def _not_its_own(task_id: int, idx: int) -> str:
+    return f"it is not the result of slot {idx} of group {task_id}"
 
 
 def _make_exposition(store: Store, dumper: Dumper) -> Exposition:

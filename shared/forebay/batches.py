@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import structlog
 
-from forebay.errors import CollectorUnavailableError, RowsMissingError, StallError
+from forebay.errors import CollectorUnavailableError, FrameError, RowsMissingError, StallError
 from forebay.shares import ShareOf, deal, tokens_of, trained_tokens_of
 from forebay.store.records import BatchEntry, Cursor, RunStatus
 from forebay.store.store import Store, run_stopped
@@ -43,6 +43,9 @@ _POLL_S = 0.25
 _TAKE_OVER_S = 4.0
 """After the lease has run out, how long another collector may take to lead, or a supervisor to start one."""
 _ROWS_PER_READ = 256
+_MAX_SPOILED = 2
+"""Batches in a row that a reader sets aside. A third that it cannot read means that the fault is not the batch's: it is
+kept, and the reader raises."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -225,6 +228,7 @@ class AsyncBatchStream:
         self._lock = asyncio.Lock()
         self._joined = False
         self._missed: int | None = None
+        self._spoiled = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -244,6 +248,10 @@ class AsyncBatchStream:
     async def next(self, *, meanwhile: Callable[[], Awaitable[None]] | None = None) -> AsyncBatch | None:
         """The next batch; None when the data has ended and everything was handed over.
 
+        A batch that cannot be read is set aside, with its reason in the log and in the drop ledger, and the next one
+        comes; two in a row are, the third is an error. So is one that other ranks have already, or that a follower
+        cannot read.
+
         `meanwhile` is awaited after each look that found nothing, several times a second: who also submits does it
         there.
 
@@ -251,6 +259,7 @@ class AsyncBatchStream:
             CollectorUnavailableError: no collector lives.
             StallError: nothing can come before the version moves (after ``stall_timeout_s``), or none came in time.
             RowsMissingError: Redis has lost rows that the batch counts.
+            FrameError: three batches in a row cannot be read, or one that others read too; it is kept, and comes again.
             RunStoppedError: the run has stopped itself; what was cut before is handed over first.
             ConsumerError: another consumer drives the version; pass ``follows=True``.
             BatchGoneError: a batch after `resume_after` is not kept any more.
@@ -269,7 +278,12 @@ class AsyncBatchStream:
         while True:
             taken = await self._store.take(self._cursor, "reader", self._after)
             if taken.batch is not None:
-                batch = await self._load(taken.batch)
+                try:
+                    batch = await self._load(taken.batch)
+                except FrameError as error:
+                    await self._spoil(taken.batch, str(error))
+                    continue
+                self._spoiled = 0
                 self._after = taken.batch.entry_id
                 return batch
             if taken.end:
@@ -287,6 +301,21 @@ class AsyncBatchStream:
     async def ack(self, batch: BatchData) -> bool:
         """This rank has trained on `batch`, which goes when all have. False if that was so already."""
         return await self._store.ack(self._cursor, batch.entry)
+
+    async def _spoil(self, batch: BatchEntry, reason: str) -> None:
+        if self._spoiled >= _MAX_SPOILED:
+            raise FrameError(
+                f"batch {batch.batch_id} cannot be read, nor could the {self._spoiled} before it, which were set aside "
+                f"(`forebay drops`): {reason}; run the same release everywhere, then read on"
+            )
+        groups = await self._store.spoil_batch(self._cursor, batch, reason)
+        if groups is None:
+            raise FrameError(
+                f"batch {batch.batch_id} cannot be read here, and stays, for others have it: {reason}; run the same "
+                f"release everywhere, or begin all ranks anew with resume_after={batch.batch_id}, which passes over it"
+            )
+        self._spoiled += 1
+        log.error("batch.set_aside", batch_id=batch.batch_id, groups_evicted=groups, reason=reason)
 
     async def _load(self, entry: BatchEntry) -> AsyncBatch:
         index = BatchIndex.unpack(entry.index)
@@ -325,6 +354,7 @@ async def load_rows(store: Store, groups: Sequence[GroupSummary], where: str) ->
 
     Raises:
         RowsMissingError: Redis has lost some; `where` says what counts them.
+        FrameError: some cannot be read; names the group and the slot.
     """
     names = [(group.task, rollout.sample_idx, rollout.attempt) for group in groups for rollout in group.rollouts]
     frames: list[bytes | None] = []
@@ -337,14 +367,21 @@ async def load_rows(store: Store, groups: Sequence[GroupSummary], where: str) ->
                 "flushed, or lost writes: check its persistence (appendonly yes, appendfsync always)"
             )
     # Decoding is CPU work: off the event loop, which also serves the other calls of this client.
-    return await asyncio.to_thread(_rows_of, groups, [frame for frame in frames if frame is not None])
+    return await asyncio.to_thread(_rows_of, groups, [frame for frame in frames if frame is not None], where)
 
 
-def _rows_of(groups: Sequence[GroupSummary], frames: list[bytes]) -> list[Row]:
+def _rows_of(groups: Sequence[GroupSummary], frames: list[bytes], where: str) -> list[Row]:
     out: list[Row] = []
-    summaries = [rollout for group in groups for rollout in group.rollouts]
-    for rollout, frame in zip(summaries, frames, strict=True):
-        for row, summary in zip(decode_rows(frame), rollout.rows, strict=True):
+    summaries = [(group.task, rollout) for group in groups for rollout in group.rollouts]
+    for (task_id, rollout), frame in zip(summaries, frames, strict=True):
+        try:
+            found = decode_rows(frame)
+            if len(found) != len(rollout.rows):
+                raise FrameError(f"there are {len(found)}, and {len(rollout.rows)} in the index")
+        except FrameError as error:
+            slot = f"group {task_id}, slot {rollout.sample_idx}"
+            raise FrameError(f"{where}: the rows of {slot} cannot be read: {error}") from None
+        for row, summary in zip(found, rollout.rows, strict=True):
             # The rows were written before rewards were shaped and normalized: the summary has those that count.
             row.reward, row.original_reward = summary.reward, summary.original_reward
             out.append(row)

@@ -17,6 +17,7 @@ from forebay.batches import AsyncBatchStream, BatchData, CollectedRollouts, Roll
 from forebay.client import AsyncClient
 from forebay.options import GroupOptions
 from forebay.settings import EngineSettings, RunSettings, Settings
+from forebay.store.ledger_records import DeadGroup, Drop, Redriven, SetAside
 from forebay.store.records import RunStatus
 from forebay.weights import UpdatePhase, WeightUpdateResult
 from forebay.workflow import WorkflowLike
@@ -272,3 +273,23 @@ class Client:
     def status(self) -> RunStatus:
         """Where the groups of the run are, at one instant."""
         return self._loop.run(self._client.status())
+
+    def drops(self, *, since: float = 0.0, limit: int | None = 1000) -> list[Drop]:
+        """The last `limit` groups that did not reach a trainer since Unix time `since`, the newest first, and why."""
+        return self._loop.run(self._client.drops(since=since, limit=limit))
+
+    def dead_letters(self, *, kind: str | None = None) -> list[DeadGroup]:
+        """The groups some slots of which failed for good, the oldest first; with `kind`, those with such a slot."""
+        return self._loop.run(self._client.dead_letters(kind=kind))
+
+    def dead_letter(self, task_id: int) -> DeadGroup | None:
+        """Those of one group; None where there are none, or they are no longer kept."""
+        return self._loop.run(self._client.dead_letter(task_id))
+
+    def redrive(self, task_id: int, *, again: bool = False) -> Redriven:
+        """Submit the prompt of a group with dead letters once more, as a new group; once, unless `again`."""
+        return self._loop.run(self._client.redrive(task_id, again=again))
+
+    def poison(self) -> list[SetAside]:
+        """What was set aside because it could not be read, the newest first."""
+        return self._loop.run(self._client.poison())

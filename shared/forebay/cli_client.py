@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from forebay import cli_ledger
 from forebay.batches import explain
 from forebay.blocking import Batch, Client
 from forebay.errors import ConsumerError, QueueFullError, RunNotReadyError, SubmitError
@@ -30,6 +31,7 @@ def register(app: typer.Typer) -> None:
     app.command()(batches)
     app.command()(end)
     app.command()(resume)
+    cli_ledger.register(app)
 
 
 def submit(

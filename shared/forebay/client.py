@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,11 +15,12 @@ from forebay.errors import ConsumerError, QueueFullError, SubmitError, VersionEr
 from forebay.feeding import Feeds, GroupBuffer
 from forebay.options import GroupOptions, resolve_rules
 from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.store.ledger_records import DeadGroup, Drop, Redriven, SetAside
 from forebay.store.records import Channel, Cursor, RunStatus
 from forebay.store.store import Store
 from forebay.weights import UpdatePhase, WeightUpdateResult, update_weights_from_disk
 from forebay.wire.envelopes import GroupSpec
-from forebay.wire.values import encode_plain
+from forebay.wire.values import encode_plain, pack
 from forebay.workflow import WorkflowKind, WorkflowLike, name_workflow
 
 __all__ = ["AsyncClient"]
@@ -103,12 +105,14 @@ class AsyncClient:
             raise SubmitError(f"idempotency_key={idempotency_key!r}: must be a string that is not empty, or None")
         channel = Channel.EVAL if is_eval else Channel.BATCHES if batched else Channel.DIRECT
         size, rules = resolve_rules(options, self.run_settings, is_eval=is_eval)
-        packed = self._spec(data, workflow, workflow_kwargs, is_eval=is_eval).pack()
+        spec = self._spec(data, workflow, workflow_kwargs, is_eval=is_eval)
+        packed = spec.pack()
         if len(packed) > _MAX_SPEC_BYTES:
             raise SubmitError(
                 f"the group is {len(packed)} bytes, above the bound of {_MAX_SPEC_BYTES}; pass paths instead"
             )
-        task_id, _ = await self._store.submit(packed, rules.pack(), size, idempotency_key, channel)
+        label = idempotency_key or f"#{hashlib.blake2b(pack(spec.data), digest_size=8).hexdigest()}"
+        task_id, _ = await self._store.submit(packed, rules.pack(), size, idempotency_key, channel, label)
         return task_id
 
     def _spec(
@@ -349,6 +353,33 @@ class AsyncClient:
     async def status(self) -> RunStatus:
         """Where the groups of the run are, at one instant."""
         return await self._store.status()
+
+    async def drops(self, *, since: float = 0.0, limit: int | None = 1000) -> list[Drop]:
+        """The last `limit` groups that did not reach a trainer, the newest first, and why.
+
+        Of those since Unix time `since`, s, by the clock of Redis. ``drop_ledger_entries`` of them are kept.
+        """
+        return await self._store.drops(since_ms=int(since * 1000), limit=limit)
+
+    async def dead_letters(self, *, kind: str | None = None) -> list[DeadGroup]:
+        """The groups some slots of which failed for good, the oldest first; with `kind`, those with such a slot."""
+        return await self._store.dead_groups(kind)
+
+    async def dead_letter(self, task_id: int) -> DeadGroup | None:
+        """Those of one group; None where there are none, or they are no longer kept."""
+        return await self._store.dead_group(task_id)
+
+    async def redrive(self, task_id: int, *, again: bool = False) -> Redriven:
+        """Submit the prompt of a group with dead letters once more, as a new group that names the old one as parent.
+
+        It is done once for each group, and not for one that was delivered with the slots that it had; `again` does it
+        all the same. Raises QueueFullError and RunStoppedError as :meth:`submit` does.
+        """
+        return await self._store.redrive(task_id, again=again)
+
+    async def poison(self) -> list[SetAside]:
+        """What was set aside because it could not be read, the newest first."""
+        return await self._store.poison()
 
 
 def check_version(version: int) -> None:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from forebay.batches import CollectedRollouts, Watch, load_rows
-from forebay.errors import GroupNotDeliveredError
+from forebay.errors import FrameError, GroupNotDeliveredError
 from forebay.group_rewards import normalized_batch, packed_rewards
 from forebay.metrics import scope_metrics, scope_of
 from forebay.settings import RunSettings
@@ -35,6 +35,7 @@ async def collect_groups(
         RunStoppedError: the run has stopped itself before they ended.
         GroupNotDeliveredError: one is unknown, or is delivered in a batch.
         RowsMissingError: Redis has lost rows of one.
+        FrameError: what is kept of one cannot be read; it is named.
     """
     watch = Watch(store, settings, timeout_s, "result")
     groups: list[GroupSummary] = []
@@ -44,7 +45,7 @@ async def collect_groups(
     for task_id in task_ids:
         found = await _one(store, watch, task_id)
         if found.state == "group":
-            groups.append(GroupSummary.unpack(found.summary))
+            groups.append(_summary(task_id, found.summary))
             version = found.version
         else:
             ended[task_id] = f"{found.state}: {found.detail}"
@@ -65,6 +66,13 @@ async def collect_groups(
         evicted=[(one.group_size, one.usable) for one in others if one.state == "evicted"],
     )
     return CollectedRollouts(version=version, groups=normalized, rows=rows, ended=ended, metrics=metrics)
+
+
+def _summary(task_id: int, packed: bytes) -> GroupSummary:
+    try:
+        return GroupSummary.unpack(packed)
+    except FrameError as error:
+        raise FrameError(f"the result of group {task_id} cannot be read: {error}") from None
 
 
 async def _one(store: Store, watch: Watch, task_id: int) -> Collected:

@@ -249,6 +249,14 @@ class RunSettings(_Base):
     """Bound on the encoded rows of one slot; more is failed(data)."""
     rows_ttl_s: float = Field(6 * 3600.0, gt=60)
     """Rows that no group counts vanish after this time."""
+    drop_ledger_entries: int = Field(100_000, ge=0)
+    """Groups that did not reach a trainer, of which ``forebay drops`` tells; the oldest go first. 0: none."""
+    dead_letter_entries: int = Field(10_000, ge=0)
+    """Groups with slots that failed for good, which ``forebay dead`` lists; the oldest go first. 0: none."""
+    dead_letter_bytes: int = Field(64 * 2**20, ge=0)
+    """Bound on the prompts kept with them, to be redriven. One that is larger is not kept."""
+    dead_letter_ttl_s: float = Field(7 * 86400.0, gt=0)
+    """How long they are kept."""
     import_allowlist: Annotated[list[str], NoDecode] = Field(default_factory=lambda: ["forebay", "forebay_workers"])
     """Module prefixes that workers and collectors may import for workflows, rewards and filters."""
 

@@ -163,6 +163,7 @@ class SlotRunner:
         try:
             spec = GroupSpec.unpack(lease.spec)
         except FrameError as error:
+            await self._store.note_unreadable_spec(attempt[0], str(error), lease.spec)
             return Ended(SlotOutcome.FAILED, kind=FailureKind.DATA, reason=f"unreadable group: {error}")
         session.is_eval = spec.is_eval
         context = workflow_context.WorkflowContext(

@@ -15,11 +15,15 @@ from forebay.store.keys import Keys
 from forebay.store.pipelining import Pipeliner
 from forebay.store.scripts import source
 
-__all__ = ["StoreBase", "block_ms", "fenced", "paired", "run_stopped"]
+__all__ = ["MAX_REASON", "MAX_SAMPLE", "StoreBase", "block_ms", "fenced", "paired", "run_stopped"]
 
 T = TypeVar("T")
 
 _BLOCK_MAX_S = 1.0
+MAX_REASON = 300
+"""Characters of a reason in the ledgers."""
+MAX_SAMPLE = 64
+"""Bytes that are kept of what could not be read."""
 
 
 class StoreBase:

@@ -36,7 +36,10 @@ class Keys:
 
     @property
     def counters(self) -> str:
-        """Hash: totals since the run began; they only grow."""
+        """Hash: totals since the run began.
+
+        They only grow, but for ``delivered`` when a batch is set aside as unreadable.
+        """
         return self._key("counters")
 
     @property
@@ -103,6 +106,30 @@ class Keys:
     def rewrites(self) -> str:
         """List: dumped groups whose rewards were normalized since, with those rewards (:class:`DumpRewrite`)."""
         return self._key("rewrites")
+
+    @property
+    def drops(self) -> str:
+        """Stream, trimmed: groups that did not reach a trainer, and why."""
+        return self._key("drops")
+
+    @property
+    def dead(self) -> str:
+        """Sorted set: groups with dead letters by the server time, ms, of their first. ``dead:sizes``: their bytes."""
+        return self._key("dead")
+
+    def dead_group(self, task_id: int) -> str:
+        """Hash: the dead letters of one group, and what it needs to run again."""
+        return self._key(f"dead:{task_id}")
+
+    @property
+    def poison(self) -> str:
+        """Sorted set: what was set aside as unreadable, by the server time, ms."""
+        return self._key("poison")
+
+    @property
+    def poison_about(self) -> str:
+        """Hash: where, why and the first bytes of each of those (msgpack)."""
+        return self._key("poison:about")
 
     @property
     def jobs(self) -> str:

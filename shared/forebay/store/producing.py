@@ -10,6 +10,7 @@ from forebay.store.records import Channel
 
 _IDEMPOTENCY_TTL_S = 7 * 86400
 _REPEAT_TTL_S = 600
+_MAX_LABEL = 200
 
 __all__ = ["ProducerCalls"]
 
@@ -24,19 +25,22 @@ class ProducerCalls(StoreBase):
         group_size: int,
         idempotency_key: str | None = None,
         channel: Channel = Channel.BATCHES,
+        label: str = "",
     ) -> tuple[int, bool]:
         """Enqueue a group: its task id, and whether this call created it.
 
-        Without an `idempotency_key` one is made that lives just long enough for a repetition after a lost answer.
+        Without an `idempotency_key` one is made that lives just long enough for a repetition after a lost answer. The
+        ledgers call the prompt by its `label`, by default the key that was given.
 
         Raises:
             QueueFullError: the queue is at its bound.
             RunStoppedError: the run has stopped itself.
         """
         key, ttl_s = idempotency_key, _IDEMPOTENCY_TTL_S
+        label = (label or idempotency_key or "")[:_MAX_LABEL]
         if key is None:
             key, ttl_s = uuid.uuid4().hex, _REPEAT_TTL_S
-        first, second = await self._run("submit", key, ttl_s, spec, group_size, rules, channel.value)
+        first, second = await self._run("submit", key, ttl_s, spec, group_size, rules, channel.value, label)
         if first == b"stopped":
             raise run_stopped(second.decode())
         if first == b"full":

@@ -48,6 +48,8 @@ class ResultEntry:
     task_id: int
     sample_idx: int
     header: bytes
+    fault: str = ""
+    """Why it is no slot's result."""
 
 
 @dataclass(frozen=True, slots=True)

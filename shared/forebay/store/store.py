@@ -18,22 +18,23 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-import msgpack
 from pydantic import ValidationError
 
-from forebay.errors import RunNotReadyError
+from forebay.errors import FrameError, RunNotReadyError
 from forebay.settings import RunSettings
 from forebay.store.base import run_stopped
 from forebay.store.leading import CollectorCalls
+from forebay.store.ledgers import LedgerCalls
 from forebay.store.producing import ProducerCalls
 from forebay.store.records import RunStatus
 from forebay.store.training import TrainerCalls
 from forebay.store.working import WorkerCalls
+from forebay.wire.values import unpack
 
 __all__ = ["Store", "run_stopped"]
 
 
-class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls):
+class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCalls):
     """The state of one run: what each role does (the bases), and what everybody may ask."""
 
     async def run_settings(self) -> RunSettings | None:
@@ -43,10 +44,11 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls):
             return None
         try:
             return RunSettings(**json.loads(text))
-        except ValidationError as error:
+        except (ValueError, TypeError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
+            wrong = f"{error.error_count()} fields" if isinstance(error, ValidationError) else "it is no JSON object"
             raise RunNotReadyError(
-                f"the published settings of run {self.keys.run} do not fit this release ({error.error_count()} "
-                "fields); run the same release everywhere, or use a new trial_name"
+                f"the published settings of run {self.keys.run} do not fit this release ({wrong}); "
+                "run the same release everywhere, or use a new trial_name"
             ) from None
 
     async def collector_alive(self) -> bool:
@@ -69,7 +71,7 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls):
     async def servers(self) -> list[str]:
         """Base URLs of the registered inference servers, sorted."""
         (found,) = await self._ask(("SMEMBERS", self.keys.servers))
-        return sorted(url.decode() for url in found)
+        return sorted(url.decode(errors="replace") for url in found)
 
     async def status(self, *, live_within_s: float = 15.0) -> RunStatus:
         """One consistent look at the run."""
@@ -116,15 +118,15 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls):
         now_ms = clock[0] * 1000 + clock[1] // 1000
         silent = {name: (now_ms - at) / 1000 for name, at in seen}
         workers = {
-            name.decode(): {**msgpack.unpackb(text), "silent_s": silent[name]}
+            name.decode(errors="replace"): {**_about(text), "silent_s": silent[name]}
             for name, text in about.items()
             if silent.get(name, live_within_s) < live_within_s
         }
-        number = {name.decode(): value for name, value in state.items()}
-        capacity = (int(number.get("s", 0)) + 1) * int(number.get("k", 1)) * int(number.get("B", 1))
+        number = {name.decode(errors="replace"): value for name, value in state.items()}
+        capacity = (_int(number.get("s"), 0) + 1) * _int(number.get("k"), 1) * _int(number.get("B"), 1)
         return RunStatus(
-            version=int(number.get("version", 0)),
-            delivered_ahead=int(number.get("ahead", 0)),
+            version=_int(number.get("version"), 0),
+            delivered_ahead=_int(number.get("ahead"), 0),
             capacity=capacity,
             queued=queued,
             running=running,
@@ -133,14 +135,14 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls):
             queued_jobs=jobs,
             leased=leased,
             collector_alive=bool(alive),
-            counters={name.decode(): int(value) for name, value in counters.items()},
+            counters={name.decode(errors="replace"): _int(value, 0) for name, value in counters.items()},
             workers=workers,
-            servers=tuple(sorted(url.decode() for url in servers)),
+            servers=tuple(sorted(url.decode(errors="replace") for url in servers)),
             direct_queued=direct_queued,
             direct_running=direct_running,
             held=held,
-            stopped=state[b"stopped"].decode() if b"stopped" in state else None,
-            cut_batches=int(number.get("cut_batches", 0)),
+            stopped=state[b"stopped"].decode(errors="replace") if b"stopped" in state else None,
+            cut_batches=_int(number.get("cut_batches"), 0),
         )
 
     async def wait_for_settings(self, timeout_s: float, pause: Callable[[float], Awaitable[None]]) -> RunSettings:
@@ -154,3 +156,23 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls):
                 )
             await pause(0.1)
         return settings
+
+
+def _int(value: bytes | None, default: int) -> int:
+    """As the scripts read a field: what is no integer counts as absent."""
+    try:
+        return default if value is None else int(value)
+    except ValueError:
+        return default
+
+
+def _about(text: bytes) -> dict[str, Any]:
+    """What a worker said of itself; of what cannot be read, why."""
+    try:
+        about = unpack(text)
+        if not isinstance(about, dict):
+            raise FrameError(f"a worker said a {type(about).__name__} of itself")
+    except FrameError as error:
+        return {"unreadable": str(error)}
+    numbers = {name: about[name] if type(about[name]) is int else 0 for name in ("busy", "slots") if name in about}
+    return {**{str(name): value for name, value in about.items()}, **numbers}

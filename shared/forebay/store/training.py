@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from forebay.errors import BatchGoneError, ConsumerError, VersionError
-from forebay.store.base import StoreBase, block_ms, paired
+from forebay.store.base import MAX_REASON, MAX_SAMPLE, StoreBase, block_ms, paired
 from forebay.store.records import BatchEntry, Collected, Cursor, Taken
 
 __all__ = ["TrainerCalls"]
@@ -96,6 +96,20 @@ class TrainerCalls(StoreBase):
     async def wait_for_batch(self, after: str, timeout_s: float) -> None:
         """Wait until the batches stream has an entry after `after`, or `timeout_s` has passed."""
         await self._ride(lambda: self._redis.xread({self.keys.batches: after}, count=1, block=block_ms(timeout_s)))
+
+    async def spoil_batch(self, reader: Cursor | str, batch: BatchEntry, reason: str) -> int | None:
+        """Set aside a batch that its reader cannot read: how many groups are evicted by that; 0: it is gone already.
+
+        None, and nothing has changed, where another rank has it or the reader only follows.
+        """
+        cursor = _cursor(reader)
+        evicted = int(
+            await self._run(
+                "spoil_batch", cursor.name, batch.entry_id, batch.batch_id, reason[:MAX_REASON],
+                batch.index[:MAX_SAMPLE], cursor.consumer,
+            )
+        )  # fmt: skip
+        return None if evicted < 0 else evicted
 
     async def ack(self, reader: Cursor | str, batch: BatchEntry) -> bool:
         """This reader is done with `batch`, which goes when nobody needs it. False if that was so already."""

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgpack
 
 from forebay.outcomes import FailureKind, SlotOutcome
-from forebay.store.base import StoreBase
+from forebay.store.base import MAX_REASON, MAX_SAMPLE, StoreBase
 from forebay.store.keys import Keys
 from forebay.store.records import Lease
 
@@ -31,7 +31,8 @@ class WorkerCalls(StoreBase):
         for job, size, left_ms in claimed:
             job_id = job.decode()
             attempt = Keys.parse_job_id(job_id)
-            leases.append(Lease(job_id, attempt, by_task[attempt[0]], int(size), int(left_ms) / 1000))
+            # A group without a spec cannot be read: its slots fail, which is what frees them.
+            leases.append(Lease(job_id, attempt, by_task[attempt[0]] or b"", int(size), int(left_ms) / 1000))
         return leases
 
     async def heartbeat(
@@ -41,6 +42,10 @@ class WorkerCalls(StoreBase):
         flat = [part for attempt in held for part in attempt]
         lost = await self._run("heartbeat", worker, msgpack.packb(about), int(lease_s * 1000), *flat)
         return [cast("tuple[int, int, int]", tuple(int(part) for part in item.split(b":"))) for item in lost]
+
+    async def note_unreadable_spec(self, task_id: int, reason: str, sample: bytes) -> None:
+        """Record that the spec of a group could not be read, once for the group."""
+        await self._run("set_aside", "", "", "", f"spec:{task_id}", "spec", reason[:MAX_REASON], sample[:MAX_SAMPLE])
 
     async def sign_off(self, worker: str) -> None:
         """Take `worker` off the list of live workers."""

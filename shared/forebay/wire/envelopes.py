@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 from forebay.errors import FrameError
 from forebay.outcomes import FailureKind, OnSlotError, ResultKind, SlotOutcome
@@ -48,8 +50,8 @@ class _Envelope:
     @classmethod
     def _build(cls, form: Any) -> Self:
         try:
-            return cls(**_known(cls, form))
-        except (TypeError, ValueError) as error:
+            return cls(**_typed(cls, form))
+        except (TypeError, ValueError, OverflowError) as error:
             raise FrameError(f"malformed {cls.__name__}: {error}") from None
 
 
@@ -58,6 +60,50 @@ def _known(cls: Any, form: Any) -> dict[str, Any]:
         raise FrameError(f"a {cls.__name__} is a map, not a {type(form).__name__}")
     names = {item.name for item in fields(cls)}
     return {name: value for name, value in form.items() if name in names}
+
+
+_SIMPLE: dict[Any, tuple[type, ...]] = {int: (int,), float: (float, int), str: (str,), bool: (bool,)}
+
+
+def _check_of(hint: Any) -> Callable[[Any], bool] | None:
+    """Whether a value is of the type that `hint` says; None: it is not checked here (Any, nested messages)."""
+    if hint in _SIMPLE:
+        kinds = _SIMPLE[hint]
+        return lambda value: type(value) in kinds  # a bool is no number here
+    if hint is NoneType:
+        return lambda value: value is None
+    origin, of = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        checks = [_check_of(item) for item in of]
+        known = [check for check in checks if check is not None]
+        return (lambda value: any(check(value) for check in known)) if len(known) == len(checks) else None
+    if origin is list:
+        inner = _check_of(of[0])
+        return lambda value: type(value) is list and (inner is None or all(map(inner, value)))
+    if origin is dict:
+        inner = _check_of(of[1])
+        return lambda value: (
+            type(value) is dict
+            and all(type(name) is str for name in value)
+            and (inner is None or all(map(inner, value.values())))
+        )
+    return None
+
+
+@cache
+def _checks(cls: Any) -> tuple[tuple[str, Callable[[Any], bool]], ...]:
+    hints = get_type_hints(cls)
+    found = ((item.name, _check_of(hints[item.name])) for item in fields(cls))
+    return tuple((name, check) for name, check in found if check is not None)
+
+
+def _typed(cls: Any, form: Any) -> dict[str, Any]:
+    """The known fields of a message, each of its type: whoever reads one need not look again. Raises FrameError."""
+    known = _known(cls, form)
+    for name, check in _checks(cls):
+        if name in known and not check(known[name]):
+            raise FrameError(f"{name} of a {cls.__name__} is a {type(known[name]).__name__} of the wrong kind")
+    return known
 
 
 def _norm(form: Any) -> NormConfig | None:
@@ -136,7 +182,7 @@ class RowSummary:
 
 
 def _row_summaries(forms: Sequence[Any]) -> list[RowSummary]:
-    return [form if isinstance(form, RowSummary) else RowSummary(**_known(RowSummary, form)) for form in forms]
+    return [form if isinstance(form, RowSummary) else RowSummary(**_typed(RowSummary, form)) for form in forms]
 
 
 @dataclass(slots=True)
@@ -223,7 +269,7 @@ class GroupSummary(_Envelope):
         """Build the nested rollouts."""
         self.batch_norm = _norm(self.batch_norm)
         self.rollouts = [
-            r if isinstance(r, RolloutSummary) else RolloutSummary(**_known(RolloutSummary, r)) for r in self.rollouts
+            r if isinstance(r, RolloutSummary) else RolloutSummary(**_typed(RolloutSummary, r)) for r in self.rollouts
         ]
 
     @property

@@ -18,7 +18,7 @@ from forebay.errors import FrameError, ImportNotAllowedError, SubmitError, Workf
 from forebay.wire.arrays import numpy_of
 from forebay.wire.settings_forms import SETTINGS, decode_settings, settings_base, settings_fields, settings_name
 
-__all__ = ["MAX_DEPTH", "callable_name", "decode_plain", "encode_kwargs", "encode_plain", "pack", "unpack"]
+__all__ = ["MAX_DEPTH", "TAG", "callable_name", "decode_plain", "encode_kwargs", "encode_plain", "pack", "unpack"]
 
 TAG = "__forebay__"
 """Key that marks a tagged form; plain data may not use it."""

@@ -15,6 +15,9 @@ local STATE, COUNTERS = key('state'), key('counters')
 local TOMBSTONE_S = 3600
 local JOB_TTL_MS = 7 * 86400 * 1000
 local MAX_BACKOFF_MS = 30000
+local MAX_DETAIL = 300
+local MAX_SET_ASIDE = 1000
+local MAX_SAMPLE = 64
 
 local function now_ms()
   local t = call('TIME')
@@ -88,16 +91,17 @@ local function failure(task, idx, attempt, kind, reason)
                         outcome = 'failed', kind = kind, reason = reason})
 end
 
--- Ends the open slots of a group as failed(timeout): how many.
+-- Ends the open slots of a group as failed(timeout): those, with the attempt that each was at and its header.
 local function close_slots(task, reason)
-  local g, closed = group_key(task), 0
+  local g, closed = group_key(task), {}
   for idx = 0, tonumber(call('HGET', g, 'n')) - 1 do
     local slot = call('HMGET', g, 'd' .. idx, 'a' .. idx)
     if not slot[1] then
       retire(task, idx, slot[2])
-      settle(task, idx, NOBODY, failure(task, idx, slot[2], 'timeout', reason))
+      local header = failure(task, idx, slot[2], 'timeout', reason)
+      settle(task, idx, NOBODY, header)
       count('slots:failed')
-      closed = closed + 1
+      closed[#closed + 1] = {idx = idx, attempt = slot[2], header = header}
     end
   end
   return closed
@@ -153,9 +157,91 @@ local function unlink_rows(task)
   end
 end
 
--- What stays of a group that has ended: its outcome, for an hour.
-local function bury(task, state, reason)
+-- Something in Redis that no reader can read is set aside: what, where, why and its first bytes, once for each id.
+-- Returns 1 the first time.
+local function set_aside(id, where, reason, sample)
+  local now = now_ms()
+  local about = cmsgpack.pack({where = where, reason = string.sub(reason, 1, MAX_DETAIL), at = now,
+                               sample = string.sub(sample or '', 1, MAX_SAMPLE)})
+  if call('HSETNX', key('poison:about'), id, about) == 0 then return 0 end
+  call('ZADD', key('poison'), now, id)
+  while call('ZCARD', key('poison')) > MAX_SET_ASIDE do
+    call('HDEL', key('poison:about'), call('ZPOPMIN', key('poison'))[1])
+  end
+  count('poison')
+  count('poison:' .. where)
+  return 1
+end
+
+-- The fields of a stream's entry by name.
+local function named(fields)
+  local out = {}
+  for at = 1, #fields, 2 do out[fields[at]] = fields[at + 1] end
+  return out
+end
+
+-- The drop ledger: one entry for each group that does not reach a trainer, whose id has the time. It is no stream of
+-- deliveries, so it is trimmed as it grows.
+local function note_drop(task, outcome, place, reason, detail, child)
+  local most = number('drops_max', 100000)
+  if most < 1 then return end
+  local parent, label = unpack(call('HMGET', group_key(task), 'parent', 'key'))
+  call('XADD', key('drops'), 'MAXLEN', most, '*', 't', task, 'o', outcome, 'p', place, 'r', reason,
+    'd', string.sub(detail or '', 1, MAX_DETAIL), 'parent', parent or '', 'child', child or '', 'key', label or '')
+end
+
+-- Dead letters: what is known of slots that failed for good, by group, with what the group needs to run again.
+local function dead_key(task) return prefix .. 'dead:' .. task end
+
+local function forget_letter(task)
+  call('HINCRBY', STATE, 'dead_bytes', -(tonumber(call('HGET', key('dead:sizes'), task)) or 0))
+  call('HDEL', key('dead:sizes'), task)
+  call('ZREM', key('dead'), task)
+  call('UNLINK', dead_key(task))
+end
+
+local function trim_letters(now)
+  local old = now - number('dead_ttl_ms', 604800000)
+  for _, task in ipairs(call('ZRANGEBYSCORE', key('dead'), '-inf', old, 'LIMIT', 0, 100)) do forget_letter(task) end
+  for _ = 1, 1000 do
+    if call('ZCARD', key('dead')) <= number('dead_max', 10000)
+        and number('dead_bytes', 0) <= number('dead_bytes_max', 67108864) then break end
+    forget_letter(call('ZRANGE', key('dead'), 0, 0)[1])
+  end
+end
+
+local function dead_letter(task, idx, attempt, kind, reason, header)
+  count('dead_letters')
+  if number('dead_max', 10000) < 1 then return end
+  local g, d, now = group_key(task), dead_key(task), now_ms()
+  if call('EXISTS', d) == 0 then
+    local spec, rules, size, direct, label = unpack(call('HMGET', g, 'spec', 'rules', 'n', 'ch', 'key'))
+    local bytes = spec and rules and #spec + #rules or 0
+    call('HSET', d, 'n', size, 'ch', direct or '', 'key', label or '')
+    if bytes > 0 and bytes <= number('dead_bytes_max', 67108864) then
+      call('HSET', d, 'spec', spec, 'rules', rules)
+    else
+      bytes = 0 -- too large to be kept: shown, but not redriven
+    end
+    call('PEXPIRE', d, number('dead_ttl_ms', 604800000))
+    call('ZADD', key('dead'), now, task)
+    call('HSET', key('dead:sizes'), task, bytes)
+    call('HINCRBY', STATE, 'dead_bytes', bytes)
+  end
+  call('HSET', d, 'k' .. idx, kind, 'r' .. idx, string.sub(reason or '', 1, MAX_DETAIL), 'h' .. idx, header,
+    'w' .. idx, call('HGET', g, 'w' .. idx) or '', 'a' .. idx, attempt, 't' .. idx, now)
+  trim_letters(now)
+end
+
+-- What stays of a group that has ended: its outcome, for an hour. One that does not reach a trainer (`place`: where it
+-- ended) enters the drop ledger with its `cause`.
+local function bury(task, state, reason, place, cause, detail, child)
   local g = group_key(task)
+  if place then note_drop(task, state, place, cause, detail, child) end
+  if call('EXISTS', dead_key(task)) == 1 then
+    call('HSET', dead_key(task), 'end', state)
+    if child then call('HSET', dead_key(task), 'next', child) end
+  end
   unlink_rows(task)
   local dump, n, usable = unpack(call('HMGET', g, 'dump', 'n', 'usable'))
   call('UNLINK', g)
@@ -185,22 +271,25 @@ local function put_in_queue(spec, rules, size, direct, ...)
   return task
 end
 
--- The prompt of a group that is being evicted comes again, under a new id that names its parent.
+-- The prompt of a group that is being evicted comes again, under a new id that names its parent. Returns that id.
 local function requeue(task)
-  local spec, rules, size, times = unpack(call('HMGET', group_key(task), 'spec', 'rules', 'n', 'requeues'))
+  local spec, rules, size, times, label = unpack(call('HMGET', group_key(task), 'spec', 'rules', 'n', 'requeues', 'key'))
   times = tonumber(times) or 0
   if times >= number('max_requeues', 0) or not spec then return end
-  put_in_queue(spec, rules, size, '', 'parent', task, 'requeues', times + 1)
+  local child = put_in_queue(spec, rules, size, '', 'parent', task, 'requeues', times + 1, 'key', label or '')
   count('requeued')
+  return child
 end
 
-local function evict(task, version)
+-- `place`: the gate at which it is found stale.
+local function evict(task, version, place)
   local head = call('HGET', group_key(task), 'head')
-  local reason = 'stale: head version ' .. head .. ', training at version ' .. version
+  local detail = 'head version ' .. head .. ', training at version ' .. version
+  local child
   call('ZREM', key('ready'), task)
   call('HDEL', key('cut'), task)
-  if call('HGET', group_key(task), 'ch') == '' then requeue(task) end
-  bury(task, 'evicted', reason)
+  if call('HGET', group_key(task), 'ch') == '' then child = requeue(task) end
+  bury(task, 'evicted', 'stale: ' .. detail, place, 'stale', detail, child)
   count('evicted')
   tell_dump(task)
   wake('admission')

@@ -4,15 +4,39 @@
 if call('HEXISTS', STATE, 'stopped') == 1 then return {0, 0} end
 local most, deadline_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 
+-- What is wrong with an entry of the stream; nil: it names a group that can be started, or one that needs no start.
+local function fault_of(task)
+  if not task or not string.match(task, '^%d+$') then return 'it names no task id' end
+  local state = redis.pcall('HGET', group_key(task), 'st')
+  if type(state) == 'table' then return 'its group is no hash' end
+  if not state then return 'there is no such group' end
+  if state == 'queued' and not string.match(call('HGET', group_key(task), 'n') or '', '^[1-9]%d?%d?%d?%d?$') then
+    return 'its group has no size'
+  end
+end
+
+-- A submitted group that cannot be started has ended: rejected.
+local function refuse(entry, stream, task, fault)
+  set_aside(stream .. ':' .. entry[1], 'prompts', fault, table.concat(entry[2], ' '))
+  if fault == 'its group has no size' then
+    bury(task, 'rejected', 'contract_error', 'admission', 'contract_error', fault)
+    count('rejected')
+    count('rejected:contract_error')
+  end
+end
+
 local function start(stream, running, want)
   if want <= 0 then return 0 end
   local read = call('XREADGROUP', 'GROUP', 'admission', 'script', 'COUNT', want, 'STREAMS', key(stream), '>')
   if not read then return 0 end
   local now, started = now_ms(), 0
   for _, entry in ipairs(read[1][2]) do
-    local task = entry[2][2]
-    local g = group_key(task)
-    if call('HGET', g, 'st') == 'queued' then
+    local task = named(entry[2]).t
+    local g = group_key(task or '')
+    local fault = fault_of(task)
+    if fault then
+      refuse(entry, stream, task, fault)
+    elseif call('HGET', g, 'st') == 'queued' then
       call('HSET', g, 'st', 'running', 'run_at', now, 'dl', now + deadline_ms)
       call('SADD', key(running), task)
       call('ZADD', key('deadlines'), now + deadline_ms, task)

@@ -19,8 +19,8 @@ while #claimed < most do
   for _, id in ipairs(ids) do
     call('ZREM', queue, id)
     local task, idx, attempt = string.match(id, ':(%d+):(%d+):(%d+)$')
-    local g = group_key(task)
-    if task and wanted(g, task, idx, attempt) then
+    local g = group_key(task or '')
+    if task and id == job_id(task, idx, attempt) and wanted(g, task, idx, attempt) then
       call('ZADD', leases, now + lease, member(task, idx, attempt))
       call('HSET', g, 'w' .. idx, worker)
       claimed[#claimed + 1] = {id, call('HGET', g, 'n'), tonumber(call('HGET', g, 'dl')) - now}

@@ -25,7 +25,7 @@ if state == 'held' or state == 'ready' then
   local version = version_at_training(0)
   if direct ~= 'eval' and stale_at(task, version) then
     call('ZREM', key('held'), task)
-    evict(task, version)
+    evict(task, version, 'hand-over')
     return ended('evicted')
   end
   if state == 'ready' then

@@ -1,13 +1,16 @@
 -- Records the collector's decision on an assembled group, with its counters and the removal of its result entries.
--- ARGV: epoch, task, 'ready' | 'rejected', reason, summary, head version, dump folder, detail,
--- usable slots.
--- A group that is stale already is evicted here. Returns 'done', 'evicted' (it was
--- cancelled while it ran), 'noop' (it is not running any more) or 'fenced'.
+-- ARGV: epoch, task, 'ready' | 'rejected', reason, summary, head version, dump folder, detail, usable slots, and the id of
+-- the result entry that each slot was taken from, or nothing.
+-- A group that is stale already is evicted here. Returns 'done', 'evicted' (it was cancelled while it ran), 'noop' (it is
+-- not running any more), 'foreign' (one of the entries is not the slot's own: nothing has changed) or 'fenced'.
 local epoch, task, decision, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 if fenced(epoch) then return 'fenced' end
 local g = group_key(task)
 if call('HGET', g, 'st') ~= 'running' then return 'noop' end
 local n, direct = tonumber(call('HGET', g, 'n')), call('HGET', g, 'ch')
+for idx = 0, n - 1 do
+  if ARGV[10 + idx] and ARGV[10 + idx] ~= call('HGET', g, 'e' .. idx) then return 'foreign' end
+end
 for idx = 0, n - 1 do
   if call('HEXISTS', g, 'd' .. idx) == 0 then return 'noop' end -- a slot is still open: nothing can be decided
 end
@@ -24,11 +27,11 @@ local function to_ready()
   local before = cut_ahead() + call('ZCARD', key('ready'))
   local version = version_at_training(before - before % number('B', 1)) -- whole batches before its own
   call('ZADD', key('ready'), seq, task)
-  if stale_at(task, version) then evict(task, version) end
+  if stale_at(task, version) then evict(task, version, 'assembly') end
 end
 
 if call('HEXISTS', g, 'cancelled') == 1 then -- whatever was decided on what it has
-  evict(task, version_at_training(cut_ahead()))
+  evict(task, version_at_training(cut_ahead()), 'cancelled')
   return 'evicted'
 elseif decision == 'ready' then
   if number('max_requeues', 0) == 0 or direct ~= '' then call('HDEL', g, 'spec', 'rules') end
@@ -43,7 +46,7 @@ elseif decision == 'ready' then
     call('ZADD', key('held'), now_ms(), task)
   end
 else
-  bury(task, 'rejected', reason)
+  bury(task, 'rejected', reason, 'assembly', reason, ARGV[8])
   count('rejected')
   count('rejected:' .. reason)
   if reason == 'contract_error' then

@@ -1,6 +1,6 @@
 -- Cuts a batch from ready groups, judging freshness for the version at which it will be trained on.
--- ARGV: epoch, index, and for each group: task, summary ('' unless its rewards are normalized by this batch). Returns {'cut', batch id}, {'again', evicted ...} (something changed: read the ready
--- set anew), or {'fenced'}.
+-- ARGV: epoch, index, and for each group: task, summary ('' unless its rewards are normalized by this batch).
+-- Returns {'cut', batch id}, {'again', evicted ...} (something changed: read the ready set anew), or {'fenced'}.
 if fenced(ARGV[1]) then return {'fenced'} end
 local version = version_at_training(cut_ahead())
 local again = {'again'}
@@ -10,7 +10,7 @@ for at = 3, #ARGV, 2 do
   if not call('ZSCORE', key('ready'), task) then
     missing = true
   elseif stale_at(task, version) then
-    evict(task, version)
+    evict(task, version, 'cut')
     again[#again + 1] = task
   end
 end
@@ -23,8 +23,8 @@ for at = 3, #ARGV, 2 do
   call('RPUSH', batch_key(batch) .. ':tasks', ARGV[at])
   tell_rewards(ARGV[at], ARGV[at + 1])
 end
-call('HSET', batch_key(batch), 'st', 'unread')
-call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
+local entry = call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
+call('HSET', batch_key(batch), 'st', 'unread', 'e', entry)
 call('HINCRBY', STATE, 'cut_batches', 1)
 call('HSET', STATE, 'settled', call('ZCARD', key('ready'))) -- of those rejected so far the next batch knows nothing
 count('batches_cut')

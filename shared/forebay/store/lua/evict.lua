@@ -7,7 +7,7 @@ local version = version_at_training(cut_ahead())
 local gone = {}
 for _, task in ipairs(call('ZRANGE', key('ready'), 0, -1)) do
   if stale_at(task, version) then
-    evict(task, version)
+    evict(task, version, 'waiting')
     gone[#gone + 1] = task
   end
 end

@@ -29,6 +29,7 @@ call('PERSIST', rows)
 settle(task, idx, attempt, header)
 count('slots:' .. outcome)
 if outcome == 'failed' then
+  dead_letter(task, idx, attempt, kind, ARGV[8], header)
   note_failure(kind, ARGV[8])
 else
   end_row('slots')

@@ -11,16 +11,22 @@ if lease == 0 or now >= number('spare_until', 0) then
 end
 for _, m in ipairs(expired) do
   local task, idx, attempt = string.match(m, '^(%d+):(%d+):(%d+)$')
-  local g = group_key(task)
   call('ZREM', key('leases'), m)
-  local slot = call('HMGET', g, 'st', 'd' .. idx, 'a' .. idx, 'w' .. idx)
+  local slot = {}
+  if task then
+    slot = call('HMGET', group_key(task), 'st', 'd' .. idx, 'a' .. idx, 'w' .. idx)
+  else
+    set_aside('lease:' .. m, 'leases', 'a lease of no attempt', m)
+  end
   if slot[1] == 'running' and not slot[2] and slot[3] == attempt then
     count('leases_lost')
     count('failures:infra')
     if fail_attempt(task, idx, tonumber(attempt), 'infra', now) == 'final' then
       local reason = 'worker ' .. (slot[4] or '?') .. ' fell silent'
-      settle(task, idx, NOBODY, failure(task, idx, attempt, 'infra', reason))
+      local header = failure(task, idx, attempt, 'infra', reason)
+      settle(task, idx, NOBODY, header)
       count('slots:failed')
+      dead_letter(task, idx, attempt, 'infra', reason, header)
       note_failure('infra', reason)
     end
   end
@@ -31,16 +37,18 @@ for _, task in ipairs(late) do
   local g = group_key(task)
   call('ZREM', key('deadlines'), task)
   if call('HGET', g, 'st') == 'running' then
-    for _ = 1, close_slots(task, 'the deadline of the group passed') do
+    local reason = 'the deadline of the group passed'
+    for _, slot in ipairs(close_slots(task, reason)) do
       count('failures:timeout')
-      note_failure('timeout', 'the deadline of the group passed')
+      dead_letter(task, slot.idx, slot.attempt, 'timeout', reason, slot.header)
+      note_failure('timeout', reason)
     end
   end
 end
 local old = now - number('held_ms', 21600000)
 for _, task in ipairs(call('ZRANGEBYSCORE', key('held'), '-inf', old, 'LIMIT', 0, most)) do
   call('ZREM', key('held'), task)
-  bury(task, 'evicted', 'nobody asked for its result')
+  bury(task, 'evicted', 'nobody asked for its result', 'uncollected', 'uncollected', 'nobody asked for its result')
   count('evicted')
   tell_dump(task)
 end

@@ -14,7 +14,7 @@ if driver then return {'driven', driver} end
 local function dissolve(entry, batch, tasks, version)
   for _, task in ipairs(tasks) do
     if stale_at(task, version) then
-      evict(task, version)
+      evict(task, version, 'hand-over')
     else
       local g = group_key(task)
       call('HDEL', key('cut'), task)
@@ -88,17 +88,31 @@ local function in_hand(entry)
   return ms < after_ms or (ms == after_ms and seq <= after_seq)
 end
 
+-- What is wrong with an entry of the stream: a batch has one, and a record of its own.
+local function fault_of(entry, batch, index)
+  if not batch or not index or not string.match(batch, '^%d+$') then return 'it is no entry of a batch' end
+  local state, own = unpack(call('HMGET', batch_key(batch), 'st', 'e'))
+  if not state then return 'there is no such batch' end
+  if own and own ~= entry then return 'it is not the entry of that batch' end
+end
+
 for _ = 1, 1000 do
   -- First what this reader was given and, for want of an answer or of an ack, may not know; then what is new.
   local read = read_from(after)
   if not read or #read[1][2] == 0 then read = read_from('>') end
   if not read then break end
   local entry, fields = read[1][2][1][1], read[1][2][1][2]
-  if not fields or #fields == 0 then -- deleted while pending
+  local own = named(fields or {})
+  local batch, index = own.b, own.x
+  local gone = not fields or #fields == 0 -- deleted while pending
+  local fault = not gone and fault_of(entry, batch, index)
+  if gone then
     call('XACK', stream, name, entry)
     after = entry
+  elseif fault then
+    set_aside('batches:' .. entry, 'batches', fault, table.concat(fields, ' '))
+    forget_entry(entry)
   else
-    local batch, index = fields[2], fields[4]
     local tasks = call('LRANGE', batch_key(batch) .. ':tasks', 0, -1)
     local again = call('HGET', batch_key(batch), 'st') == 'delivered'
     if follows and not again then return {'empty', after} end -- it may be dissolved yet
