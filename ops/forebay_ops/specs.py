@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,17 @@ def collector_spec(config: LocalStackConfig) -> ProcessSpec:
 def worker_spec(config: LocalStackConfig, index: int) -> ProcessSpec:
     """A worker."""
     argv = (*config.forebay, "worker", *config.worker_args)
-    return _spec(config, f"worker-{index}", argv, ready=LogLine("worker.ready"))
+    spec = _spec(config, f"worker-{index}", argv, ready=LogLine("worker.ready"))
+    return replace(spec, stop_grace_s=spec.stop_grace_s + _drain_s(config))
+
+
+def _drain_s(config: LocalStackConfig) -> float:
+    """How long a worker is told to let its episodes finish. Killing it sooner would cost each of them an attempt."""
+    try:
+        given = float({**os.environ, **config.env}.get("FOREBAY_WORKER_DRAIN_TIMEOUT_S") or 0)
+    except ValueError:
+        return 0.0  # the worker itself says what is wrong with it
+    return given if math.isfinite(given) and given > 0 else 0.0
 
 
 def _spec(config: LocalStackConfig, name: str, argv: tuple[str, ...], **values: Any) -> ProcessSpec:

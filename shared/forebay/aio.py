@@ -8,11 +8,31 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-__all__ = ["named_task", "stop_signal", "stop_tasks"]
+__all__ = ["StopEvent", "named_task", "stop_signal", "stop_tasks"]
 
 T = TypeVar("T")
 
 _RECANCEL_S = 0.2
+_SAME_S = 0.5
+"""Two signals within this are one wish: Ctrl-C under a launcher comes from the terminal and from the launcher."""
+
+
+class StopEvent(asyncio.Event):
+    """Set by the first signal; `hurry` is set by a further one that comes later, for who has no patience."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hurry = asyncio.Event()
+        self._since = 0.0
+
+    def signalled(self) -> None:
+        """A signal has come."""
+        now = asyncio.get_running_loop().time()
+        if not self.is_set():
+            self._since = now
+            self.set()
+        elif now - self._since >= _SAME_S:
+            self.hurry.set()
 
 
 def named_task(name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -36,12 +56,12 @@ async def stop_tasks(tasks: Iterable[asyncio.Task[Any]], timeout_s: float = 10.0
 
 
 @asynccontextmanager
-async def stop_signal() -> AsyncIterator[asyncio.Event]:
+async def stop_signal() -> AsyncIterator[StopEvent]:
     """An event that SIGTERM and SIGINT set."""
-    stop = asyncio.Event()
+    stop = StopEvent()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, stop.signalled)
     try:
         yield stop
     finally:

@@ -12,6 +12,7 @@ loop nor the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -48,15 +49,18 @@ class _BulkWorker(Worker):
         super().__init__(*args, **kwargs)
         self._claim = claim
         self._idle = idle
+        self.claiming = asyncio.Lock()
+        """Held from the question for jobs until each that was leased has its task."""
 
     async def _poll_iteration(self) -> None:
         # arq calls this every poll_delay and ends when it raises; a Redis that is away must not end the worker.
         try:
             free = self.max_jobs - self.job_counter
             if self.allow_pick_jobs and free > 0:
-                job_ids = await self._claim(free)
-                for job_id in job_ids:
-                    await self._start(job_id)
+                async with self.claiming:
+                    job_ids = await self._claim(free)
+                    for job_id in job_ids:
+                        await self._start(job_id)
                 if not job_ids:
                     await self._idle()
             self._collect()
@@ -158,9 +162,16 @@ class SlotHost:
         """Claim and run jobs until cancelled."""
         await self._worker.async_run()
 
-    def stop_claiming(self) -> None:
-        """Start nothing more."""
+    async def stop_claiming(self, timeout_s: float) -> None:
+        """Start nothing more.
+
+        What a claim that is on its way has leased is started first, so that it can be handed back; an answer that has
+        not come within `timeout_s` is not waited for, and its leases run out.
+        """
         self._worker.allow_pick_jobs = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._worker.claiming:
+                pass
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no job runs here: whether that came about within `timeout_s`."""

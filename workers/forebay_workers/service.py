@@ -35,6 +35,9 @@ log = structlog.get_logger(__name__)
 _REFRESH_S = 1.0
 _NO_SERVER_S = 0.05
 _CLOSE_S = 3.0
+_HAND_BACK_S = 10.0
+"""Bound on what a workflow that swallows its cancellation may take, and then on the last answers of Redis."""
+_RECANCEL_S = 0.2
 
 
 async def run_worker(
@@ -61,7 +64,7 @@ async def run_worker(
         async with stop_signal() as stop:
             worker = Worker(store, settings, rules, engine_settings, worker_settings, listen)
             with watched(worker_settings.watchdog_s, worker.held, worker.rescue(), rules.lease_s):
-                await worker.serve(stop)
+                await worker.serve(stop, stop.hurry)
     finally:
         await store.close()
 
@@ -139,12 +142,15 @@ class Worker:
         """What the watchdog does for them while this event loop is blocked."""
         return Rescue(self._run_settings, self._leases, asyncio.get_running_loop())
 
-    async def serve(self, stop: asyncio.Event) -> None:
-        """Run slots until `stop` is set; then let them finish for a while, and hand back what does not."""
-        async with self._metrics or contextlib.nullcontext():
-            await self._serve(stop)
+    async def serve(self, stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
+        """Run slots until `stop` is set; then let them finish for a while, and hand back what does not.
 
-    async def _serve(self, stop: asyncio.Event) -> None:
+        `hurry` ends that while: what still runs is handed back at once.
+        """
+        async with self._metrics or contextlib.nullcontext():
+            await self._serve(stop, hurry or asyncio.Event())
+
+    async def _serve(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
         await self._refresh()
         await self._fleet.start()
         await self._leases.beat()
@@ -161,16 +167,17 @@ class Worker:
             for task in done:
                 task.result()  # a loop that ended without being asked to is a fault: raise it
         finally:
-            await self._shut_down(tasks, stopped)
+            await self._shut_down(tasks, stopped, hurry)
 
-    async def _shut_down(self, tasks: list[asyncio.Task[Any]], stopped: asyncio.Task[Any]) -> None:
+    async def _shut_down(
+        self, tasks: list[asyncio.Task[Any]], stopped: asyncio.Task[Any], hurry: asyncio.Event
+    ) -> None:
         heartbeat, *others = tasks
-        self._host.stop_claiming()
         others[0].cancel()  # admission: other workers go on with it
-        log.info("worker.draining", running=len(self._leases))
-        if not await self._host.wait_idle(self._settings.drain_timeout_s):
-            self._runner.draining = True
-            await stop_tasks(self._leases.tasks())
+        await self._host.stop_claiming(_CLOSE_S)
+        log.info("worker.draining", running=len(self._leases), at_most_s=self._settings.drain_timeout_s)
+        if not await self._drained(hurry):
+            await self._hand_back()
         await stop_tasks([heartbeat, *others, stopped])
         with contextlib.suppress(ConnectionLostError):
             await self._store.sign_off(self.name)
@@ -184,6 +191,30 @@ class Worker:
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
         log.info("worker.stopped", worker=self.name)
+
+    async def _drained(self, hurry: asyncio.Event) -> bool:
+        """Let running episodes finish: whether all did, in the time that they have and before `hurry`."""
+        idle = named_task("idle", self._host.wait_idle(self._settings.drain_timeout_s))
+        impatient = named_task("hurry", hurry.wait())
+        try:
+            await asyncio.wait((idle, impatient), return_when=asyncio.FIRST_COMPLETED)
+            return idle.done() and idle.result()
+        finally:
+            await stop_tasks((idle, impatient))
+
+    async def _hand_back(self) -> None:
+        """Cancel what still runs; each attempt hands itself back, and what is being published gets its answer.
+
+        Again and again, as `stop_tasks` does; but what has let go of its lease meanwhile, to publish or to hand back,
+        is left alone: cutting that short would leave the lease to run out, and cost the slot an attempt.
+        """
+        self._runner.draining = True
+        deadline = asyncio.get_running_loop().time() + _HAND_BACK_S
+        while (running := self._leases.tasks()) and asyncio.get_running_loop().time() < deadline:
+            for task in running:
+                task.cancel()
+            await asyncio.wait(running, timeout=_RECANCEL_S)
+        await self._host.wait_idle(_HAND_BACK_S)
 
     async def _refresh(self) -> None:
         self._fleet.set_servers(await self._store.servers())

@@ -111,6 +111,7 @@ class SlotRunner:
                 return
             self._trace(session, "handed_back" if self._leases.holds(attempt) else "lost")
             if self._leases.holds(attempt):
+                self._leases.drop(attempt)  # whoever cancels what is held lets the release be
                 await asyncio.shield(self._store.release(*attempt))
                 log.info("slot.handed_back")
             raise
