@@ -24,6 +24,9 @@ from forebay.wire.values import TAG
 __all__ = ["parse_since", "register", "shown", "tally"]
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_HIDDEN = "***"
+_USERINFO = re.compile(r"(?<=://)[^\s'\"<>/@]*@")
+_SECRET_NAME = re.compile(r"(?i)(?:^|[_-])(?:token|api_?key|secret|password|passwd|authorization)$")
 _NOT_REDRIVEN = {
     "exists": "its prompt came again before, as {new}; --again does it once more",
     "delivered": "it was delivered with the slots that it had; --again submits its prompt all the same",
@@ -31,6 +34,14 @@ _NOT_REDRIVEN = {
     "no_prompt": "its prompt was too large to be kept (dead_letter_bytes); submit it from your data",
     "unknown": "it has no dead letters, or they are no longer kept",
 }
+_PASSED_OVER = {
+    "exists": "came again before",
+    "delivered": "delivered with the slots that they had",
+    "open": "not ended",
+    "no_prompt": "without their prompt",
+    "unknown": "no longer kept",
+}
+_Reason = Annotated[str | None, typer.Option(help="Only slots whose reason has these words in it.")]
 
 
 class By(StrEnum):
@@ -67,7 +78,8 @@ def drops(
         found = client.drops(since=start, limit=limit if by is None else None)
     if by is None:
         for drop in found:
-            print(json.dumps(dataclasses.asdict(drop)) if as_json else _drop_line(drop))
+            form = dataclasses.asdict(drop) | {"detail": _plain(drop.detail)}
+            print(json.dumps(form) if as_json else _drop_line(drop))
         if not found:
             print("no group was dropped", file=sys.stderr)
         return
@@ -113,8 +125,8 @@ def _time(at_ms: int) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line without what a terminal would obey: a server's or a workflow's words are not to be trusted."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    """One line without passwords, and without what a terminal would obey: others' words are not to be trusted."""
+    return "".join(char if char.isprintable() else " " for char in _USERINFO.sub(f"{_HIDDEN}@", text))
 
 
 def _lines(text: str) -> str:
@@ -150,18 +162,17 @@ def poison(
 
 def dead_list(
     kind: Annotated[FailureKind | None, typer.Option(help="Only slots that failed so.")] = None,
+    reason: _Reason = None,
     limit: Annotated[int, typer.Option(min=1, help="At most so many slots.")] = 50,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """List the slots that failed for good, the newest groups first."""
     with Client.connect(wait_s=0) as client:
         groups = client.dead_letters(kind=None if kind is None else kind.value)
-    slots = [
-        (group, slot) for group in reversed(groups) for slot in group.slots if kind is None or slot.kind == kind.value
-    ]
+    slots = [(group, slot) for group in reversed(groups) for slot in group.slots if _chosen(slot, kind, reason)]
     for group, slot in slots[:limit]:
         if as_json:
-            form = dataclasses.asdict(slot)
+            form = dataclasses.asdict(slot) | {"reason": _plain(slot.reason), "traceback": _lines(slot.traceback)}
             print(json.dumps({**form, "prompt": group.prompt, "ended": group.ended, "next_task": group.next_task}))
         else:
             print(_slot_line(group, slot))
@@ -169,6 +180,10 @@ def dead_list(
         print("no slot has failed for good", file=sys.stderr)
     elif len(slots) > limit:
         print(f"... and {len(slots) - limit} more", file=sys.stderr)
+
+
+def _chosen(slot: DeadSlot, kind: FailureKind | None, reason: str | None) -> bool:
+    return (kind is None or slot.kind == kind.value) and (reason is None or reason in slot.reason)
 
 
 def _slot_line(group: DeadGroup, slot: DeadSlot) -> str:
@@ -182,10 +197,7 @@ def _slot_line(group: DeadGroup, slot: DeadSlot) -> str:
 def dead_show(
     slot: Annotated[str, typer.Argument(metavar="TASK[:IDX]", help="A group, or one slot of it.")],
 ) -> None:
-    """Show the dead letters of a group, tracebacks and prompt included.
-
-    Prompts and tracebacks are printed as they are: what secrets they hold, they hold here.
-    """
+    """Show the dead letters of a group, tracebacks and prompt included."""
     found = re.fullmatch(r"(\d{1,18})(?::(\d{1,9}))?", slot)
     if not found:
         raise SubmitError(f"{slot}: give a task id, or TASK:IDX")
@@ -216,7 +228,12 @@ def _spec_text(packed: bytes | None) -> str:
 
 
 def shown(value: Any) -> Any:
-    """An encoded value for people: arrays and bytes by their size, settings and names as they are written."""
+    """An encoded value for people: arrays and bytes by their size, settings and names as they are written, no secrets.
+
+    A secret is what has the name of one, and the user and password of a URL.
+    """
+    if isinstance(value, str):
+        return _USERINFO.sub(f"{_HIDDEN}@", value)
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
     if isinstance(value, list):
@@ -226,23 +243,32 @@ def shown(value: Any) -> Any:
     kind = value.get(TAG)
     if kind == "array":
         return f"<array {value.get('dtype')} {value.get('shape')}>"
-    plain = {str(name): shown(item) for name, item in value.items() if name != TAG}
+    plain = {
+        str(name): _HIDDEN if isinstance(item, str) and _SECRET_NAME.search(str(name)) else shown(item)
+        for name, item in value.items()
+        if name != TAG
+    }
     return plain if kind is None else {f"<{kind}>": plain}
 
 
 def dead_redrive(
     tasks: Annotated[list[int] | None, typer.Argument(metavar="[TASK]...", help="Groups, by task id.")] = None,
     kind: Annotated[FailureKind | None, typer.Option(help="All groups with a slot that failed so.")] = None,
+    reason: Annotated[
+        str | None, typer.Option(help="All groups with a slot whose reason has these words in it.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="All groups with dead letters.")] = False,
     again: Annotated[
         bool, typer.Option("--again", help="Also what came again before, or was delivered without those slots.")
     ] = False,
 ) -> None:
     """Submit the prompts of groups with dead letters again, each as a new group that names the old one."""
-    if sum((bool(tasks), kind is not None, every)) != 1:
-        raise SubmitError("say which: task ids, or --kind, or --all")
+    if sum((bool(tasks), kind is not None or reason is not None, every)) != 1:
+        raise SubmitError("say which: task ids, or --kind or --reason (or both), or --all")
     with Client.connect(wait_s=0) as client:
-        chosen = tasks or [group.task_id for group in client.dead_letters(kind=None if kind is None else kind.value)]
+        chosen = tasks or [
+            group.task_id for group in client.dead_letters() if any(_chosen(slot, kind, reason) for slot in group.slots)
+        ]
         done, left = 0, Counter[str]()
         for task_id in chosen:
             try:
@@ -257,7 +283,7 @@ def dead_redrive(
             if tasks:
                 why = _NOT_REDRIVEN[answer.state].format(new=answer.new_task)
                 print(f"group {task_id} was not redriven: {why}", file=sys.stderr)
-    passed = ", ".join(f"{count} {state}" for state, count in sorted(left.items()))
+    passed = ", ".join(f"{count} {_PASSED_OVER[state]}" for state, count in sorted(left.items()))
     print(f"redriven {done} of {len(chosen)} groups{f'; passed over: {passed}' if passed else ''}", file=sys.stderr)
     if tasks and left:
         raise typer.Exit(1)

@@ -30,13 +30,17 @@ def command(redis_url: str, run_name: str, monkeypatch: pytest.MonkeyPatch) -> C
         store = Store.open(Settings(REDIS_URL=redis_url, experiment_name=name))
         driver = Driver(store)
         await driver.lead(attempts_infra=1)
-        spec = GroupSpec("my.module:Flow", {"n": 1}, {"question": "1+1"})
+        spec = GroupSpec("my.module:Flow", {"n": 1, "api_key": "sk-1"}, {"question": "1+1"})
         for at, kind in enumerate((FailureKind.DATA, FailureKind.INFRA)):
             await store.submit(spec.pack(), b"rules", 1, f"q{at}")
             await driver.admit()
             (attempt,) = await driver.claim()
             header = SlotHeader(
-                *attempt, outcome="failed", kind=kind.value, reason="it\x1b[31m broke", traceback="a\nb"
+                *attempt,
+                outcome="failed",
+                kind=kind.value,
+                reason=f"it\x1b[31m broke {kind}",
+                traceback="a\nhttp://me:pw@host",
             )
             await store.publish(
                 *attempt, outcome=SlotOutcome.FAILED, kind=kind, header=header.pack(), rows=None, rows_ttl_s=60
@@ -77,26 +81,34 @@ def test_dead_list_and_show(command: Command) -> None:
     """Letters are listed by kind, and one is shown with traceback and prompt; control characters are not printed."""
     assert [line.split()[1] for line in command("dead", "list").stdout.splitlines()] == ["2:0", "1:0"]
     (line,) = command("dead", "list", "--kind", "infra").stdout.splitlines()
-    assert "2:0  infra, attempt 1, worker w1  it [31m broke  (group rejected)" in line
+    assert "2:0  infra, attempt 1, worker w1  it [31m broke infra  (group rejected)" in line
     assert json.loads(command("dead", "list", "--json", "--limit", "1").stdout)["prompt"] == "q1"
     text = command("dead", "show", "1:0").stdout
     assert "\x1b" not in text
-    assert "\na\nb\nprompt: q0\n" in text
+    assert "\na\nhttp://***@host\nprompt: q0\n" in text
     assert json.loads(text[text.index("{") :]) == {
         "workflow": "my.module:Flow",
-        "kwargs": {"n": 1},
+        "kwargs": {"n": 1, "api_key": "***"},
         "data": {"question": "1+1"},
     }
+    for words in (("dead", "list", "--json"), ("dead", "list"), ("drops", "--json"), ("dead", "show", "1")):
+        assert not any(secret in command(*words).stdout for secret in ("me:pw", "sk-1"))
+    assert [line.split()[1] for line in command("dead", "list", "--reason", "broke data").stdout.splitlines()] == [
+        "1:0"
+    ]
+    assert command("dead", "list", "--reason", "broke data", "--kind", "infra").stdout == ""
     assert command("dead", "show", "1:7").exit_code == 1
     assert command("dead", "show", "3").exit_code == 1
 
 
 def test_dead_redrive(command: Command) -> None:
     """By kind, by id, all; what came again before is passed over, and by id that is an error."""
-    assert command("dead", "redrive", "--kind", "infra").stdout == "group 2 comes again as 4\n"
+    nothing = command("dead", "redrive", "--reason", "no such words")
+    assert (nothing.stdout, nothing.stderr) == ("", "redriven 0 of 0 groups\n")
+    assert command("dead", "redrive", "--reason", "broke infra").stdout == "group 2 comes again as 4\n"
     every = command("dead", "redrive", "--all")
     assert every.stdout == "group 1 comes again as 5\n"
-    assert "redriven 1 of 2 groups; passed over: 1 exists" in every.stderr
+    assert "redriven 1 of 2 groups; passed over: 1 came again before" in every.stderr
     one = command("dead", "redrive", "1")
     assert (one.exit_code, "came again before, as 5" in one.stderr) == (1, True)
     assert command("dead", "redrive", "1", "--again").stdout == "group 1 comes again as 6\n"
