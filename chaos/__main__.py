@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 
 from chaos.master import Progress, Result, run_chaos
+from chaos.schedule import Action
 from chaos.stack import ChaosConfig
 from forebay import log
 from forebay.errors import ForebayError
@@ -126,8 +127,7 @@ def _report(result: Result, console: Console) -> None:
     kills = sum(result.kills.values())
     rows = {
         "kills": f"{kills} ({kills * 60 / result.seconds:.1f} a minute)",
-        "by target": ", ".join(f"{name} {count}" for name, count in result.kills.items()),
-        "by signal": ", ".join(f"{name} {count}" for name, count in sorted(result.actions.items())),
+        **{f"  {name}": _by_signal(result, name, count) for name, count in result.kills.items()},
         "prompts submitted": str(verdict.groups),
         "groups delivered": f"{verdict.delivered} in {verdict.batches} batches",
         "hand-overs again": str(verdict.redelivered),
@@ -147,6 +147,11 @@ def _report(result: Result, console: Console) -> None:
             console.print(f"{kind}: {fault}", markup=False)
         if len(faults) > _SHOWN:
             console.print(f"{kind}: and {len(faults) - _SHOWN} more")
+
+
+def _by_signal(result: Result, target: str, count: int) -> str:
+    of = [f"{signal} {result.signals.get((target, signal), 0)}" for signal in Action]
+    return f"{count}: {', '.join(of)}"
 
 
 def _seconds(value: float | None) -> str:

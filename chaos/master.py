@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 
 from chaos import producer, trainer
 from chaos.journal import Journal, read_journal
+from chaos.ledger import ledger_faults
 from chaos.recovery import Recovery, percentile
 from chaos.schedule import Action, Blow, Target, blows
 from chaos.stack import ChaosConfig, Fleet, own_redis, stack_config
@@ -52,6 +53,8 @@ class Progress:
     phase: str = "starting"
     began: float = field(default_factory=time.monotonic)
     kills: Counter[str] = field(default_factory=Counter)
+    signals: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """By target and signal."""
     counters: dict[str, int] = field(default_factory=dict)
     in_flight: int = 0
     version: int = 0
@@ -67,7 +70,8 @@ class Result:
     seconds: float
     """Of blows."""
     kills: dict[str, int]
-    actions: dict[str, int]
+    signals: dict[tuple[str, str], int]
+    """The same by target and signal."""
     verdict: Verdict
     recoveries: int
     recovery_p50_s: float | None
@@ -137,7 +141,6 @@ class _Master:
         self._recovery = Recovery(client, store.keys)
         self._blows = Journal(config.folder / "blows.jsonl")
         self._outcomes: dict[int, str] = {}
-        self._actions: Counter[str] = Counter()
         self._faults: list[str] = []
         self._releases: set[asyncio.TimerHandle] = set()
 
@@ -172,7 +175,7 @@ class _Master:
             seed=self._config.seed,
             seconds=seconds,
             kills={target.value: self._progress.kills[target] for target in Target},
-            actions=dict(self._actions),
+            signals=dict(self._progress.signals),
             verdict=verdict,
             recoveries=len(recovered),
             recovery_p50_s=percentile(recovered, 0.5),
@@ -217,7 +220,7 @@ class _Master:
             "blow", at=time.time(), target=process.spec.name, pid=pid, action=blow.action, hold_s=blow.hold_s, held=held
         )
         self._progress.kills[blow.target] += 1
-        self._actions[blow.action] += 1
+        self._progress.signals[blow.target, blow.action] += 1
         self._progress.last = f"{blow.action} {process.spec.name}"
         return True
 
@@ -306,6 +309,7 @@ class _Master:
             self._faults.append(f"{status.in_flight} groups are still in flight")
         if status.stopped is not None:
             self._faults.append(f"the run has stopped itself: {status.stopped}")
+        self._faults += ledger_faults(self._outcomes, await self._store.drops(), status.counters)
 
     def _judge_recovery(self) -> None:
         bound_s = self._config.lease_s + RECOVERY_SLACK_S

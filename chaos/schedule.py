@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 __all__ = ["Action", "Blow", "Target", "blows"]
 
@@ -39,7 +40,8 @@ _TARGETS = {
     Target.PRODUCER: 1,
 }
 """A deck that is dealt and shuffled anew, so that every kind is hit in every dozen blows."""
-_ACTIONS = {Action.KILL: 62, Action.TERM: 14, Action.STOP: 24}
+_ACTIONS = {Action.KILL: 5, Action.TERM: 1, Action.STOP: 2}
+"""A deck of each target's own, so that every kind is killed, asked to end and stopped within eight blows to it."""
 _GAP_S = (0.8, 3.2)
 _SHORT = (0.1, 0.8)
 """Of a lease: whoever was stopped for so long still holds it."""
@@ -63,13 +65,19 @@ class Blow:
 def blows(seed: int, lease_s: float) -> Iterator[Blow]:
     """The endless sequence of `seed`, on average one blow in 2 s."""
     rng = random.Random(seed)
-    deck: list[Target] = []
-    while True:
+    targets: list[Target] = []
+    actions: dict[Target, list[Action]] = {target: [] for target in Target}
+
+    def dealt(deck: list[Any], counts: Mapping[Any, int]) -> Any:
         if not deck:
-            deck = [target for target, count in _TARGETS.items() for _ in range(count)]
+            deck += [card for card, count in counts.items() for _ in range(count)]
             rng.shuffle(deck)
-        target = deck.pop()
-        action = rng.choices(list(_ACTIONS), list(_ACTIONS.values()))[0]
+        return deck.pop()
+
+    while True:
+        target = dealt(targets, _TARGETS)
+        action = dealt(actions[target], _ACTIONS)
         gap_s, place = rng.uniform(*_GAP_S), rng.random()
-        hold_s = lease_s * rng.uniform(*rng.choice((_SHORT, _LONG)))
+        # Redis that is away for less than a lease is what its restarts are: when it is stopped, it is for longer.
+        hold_s = lease_s * rng.uniform(*(_LONG if target is Target.REDIS else rng.choice((_SHORT, _LONG))))
         yield Blow(gap_s, target, place, action, hold_s if action is Action.STOP else 0.0)

@@ -1,9 +1,9 @@
 """Reads batches, steps the version, pushes weights: ``python -m chaos.trainer FOLDER``.
 
 Its book is its checkpoint. Each hand-over is recorded before anything else is done with it, each step before the new
-weights are pushed; then the batch is acknowledged. One that is started anew goes on at the version after its last step,
-and acknowledges without training what it had trained on and not acknowledged. Now and then it holds two batches at
-once, as a trainer that prefetches.
+weights are pushed; then the batch is acknowledged, and that recorded. One that is started anew goes on at the version
+after its last step, and acknowledges without training what it had trained on and not acknowledged. Now and then it
+holds two batches at once, as a trainer that prefetches.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class _Trainer:
             self._version += 1
             self._push()
         self._ride(batch.ack)
+        self._journal.write("acked", batch=batch.batch_id)
 
     def _push(self) -> None:
         """The weights of the present version to all servers, those included that had left the rotation."""

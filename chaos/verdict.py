@@ -3,8 +3,8 @@
 - **lost**: a prompt that was to be submitted and neither reached the trainer nor ended rejected or evicted; a group
   that the pipeline counts as delivered and the trainer never got, or of which no end is known; a batch that was handed
   over and never trained on.
-- **duplicated**: a group or a prompt in two batches; a batch handed over twice with different content, or trained on
-  twice; a key with two task ids.
+- **duplicated**: a group or a prompt in two batches; a batch handed over twice with different content, trained on
+  twice, or handed over after its ack was answered; a key with two task ids.
 - **stale**: a group trained on at a version that is more than ``max_staleness`` above the oldest weights that it was
   sampled with, by the label or by the tokens themselves, whichever is older.
 """
@@ -102,9 +102,14 @@ def _hand_overs(
     batches_of_task: dict[int, set[int]] = defaultdict(set)
     batches_of_number: dict[int, set[int]] = defaultdict(set)
     trained: set[int] = set()
+    acked: set[int] = set()
     for record in records:
         batch = record.get("batch", 0)
-        if record["kind"] == "handed":
+        if record["kind"] == "acked":
+            acked.add(batch)
+        elif record["kind"] == "handed":
+            if batch in acked:
+                verdict.duplicated.append(f"batch {batch} came again after its ack")
             verdict.wrong += [f"batch {batch}: {fault}" for fault in record["faults"]]
             for task, number, *_ in record["groups"]:
                 batches_of_task[task].add(batch)

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from chaos.journal import Journal, read_journal
+from chaos.ledger import ledger_faults
 from chaos.recovery import percentile
 from chaos.schedule import Action, Target, blows
 from chaos.verdict import Verdict, judge
 from chaos.workflow import read_token, write_token
+from forebay.store.ledger_records import Drop
 
 Record = dict[str, Any]
 
@@ -64,6 +66,36 @@ def test_a_batch_with_other_content_is_a_duplicate() -> None:
     """6: after its first hand-over a batch is frozen."""
     again = handed(1, (10, 1, 3, 3), (11, 2, 4, 4), digest="b")
     assert faults(judge(submitted((1, 10), (2, 11)), [*GOOD, again], ENDS, 1)) == (0, 1, 0, 0)
+
+
+def test_a_batch_after_its_ack_is_a_duplicate() -> None:
+    """13: an ack that was answered ends the batch: it comes again neither with this content nor with another."""
+    again = [*GOOD, {"kind": "acked", "batch": 1}, GOOD[0]]
+    assert faults(judge(submitted((1, 10), (2, 11)), again, ENDS, 1)) == (0, 1, 0, 0)
+
+
+def drop(task: int, outcome: str = "evicted", reason: str = "stale") -> Drop:
+    """An entry of the drop ledger."""
+    return Drop(task, 0, outcome, "cut", reason, "", None, None, "")
+
+
+def test_the_runs_own_ledger_is_held_against_the_outcomes() -> None:
+    """4.4, 6: one entry for each group that did not arrive, none for others, for reasons that chaos has; sums agree."""
+    ends = {10: "delivered", 11: "evicted", 12: "rejected"}
+    good = [drop(11), drop(12, "rejected", "no_usable_slot")]
+    counts = {"rejected": 1, "evicted": 1, "dead_letters": 2, "slots:failed": 2}
+    assert ledger_faults(ends, good, counts) == []
+    wrong: list[tuple[list[Drop], dict[str, int], str]] = [
+        ([*good, drop(11)], counts | {"evicted": 2}, "group 11 evicted has 2 entries"),
+        ([*good, drop(10)], counts | {"evicted": 2}, "group 10 evicted has 1 entries, not 0"),
+        (good[:1], counts | {"rejected": 0}, "group 12 rejected has 0 entries"),
+        (good, counts | {"evicted": 2}, "1 entries evicted, counted 2"),
+        (good, counts | {"dead_letters": 1}, "1 dead letters, 2 slots"),
+        ([good[0], drop(12, "rejected", "rows_lost")], counts, "group 12 was rejected at cut for rows_lost"),
+    ]
+    for drops, counters, text in wrong:
+        (fault,) = ledger_faults(ends, drops, counters)
+        assert text in fault
 
 
 def test_group_and_prompt_in_two_batches() -> None:
@@ -161,6 +193,9 @@ def test_schedule_is_the_seeds() -> None:
     assert min(holds) < 2.0 < max(holds)
     assert all(not blow.hold_s for blow in mine if blow.action is not Action.STOP)
     assert 60 * len(mine) / sum(blow.gap_s for blow in mine) > 20
+    hits = {(blow.target, blow.action) for blow in mine[:150]}
+    assert hits == {(target, action) for target in Target for action in Action}, "in five minutes"
+    assert min(blow.hold_s for blow in mine if blow.target is Target.REDIS and blow.hold_s) > 2.0
     kills = sum(blow.action is Action.KILL for blow in mine)
     assert 60 * kills / sum(blow.gap_s for blow in mine) > 10
 
