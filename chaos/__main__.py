@@ -132,6 +132,7 @@ def _report(result: Result, console: Console) -> None:
         "groups delivered": f"{verdict.delivered} in {verdict.batches} batches",
         "hand-overs again": str(verdict.redelivered),
         "rejected, evicted": f"{verdict.rejected}, {verdict.evicted}",
+        "batches dissolved": str(result.dissolved),
         "staleness": ", ".join(f"{age}: {count}" for age, count in sorted(verdict.staleness.items())),
         "slots of killed workers": str(result.recoveries),
         "recovery p50, p99": f"{_seconds(result.recovery_p50_s)}, {_seconds(result.recovery_p99_s)}",

@@ -78,6 +78,8 @@ class Result:
     recovery_p99_s: float | None
     recovery_max_s: float | None
     """Among those that nothing else disturbed."""
+    dissolved: int
+    """Batches that had gone stale when they were to be handed over."""
     faults: list[str]
     """What else is wrong: conservation, recovery, draining."""
 
@@ -181,6 +183,7 @@ class _Master:
             recovery_p50_s=percentile(recovered, 0.5),
             recovery_p99_s=percentile(recovered, 0.99),
             recovery_max_s=max(self._recovery.calm_seconds, default=None),
+            dissolved=self._progress.counters.get("batches_dissolved", 0),
             faults=self._faults,
         )
 

@@ -2,8 +2,9 @@
 
 Its book is its checkpoint. Each hand-over is recorded before anything else is done with it, each step before the new
 weights are pushed; then the batch is acknowledged, and that recorded. One that is started anew goes on at the version
-after its last step, and acknowledges without training what it had trained on and not acknowledged. Now and then it
-holds two batches at once, as a trainer that prefetches.
+that its last step led to, and acknowledges without training what it had trained on and not acknowledged. Now and then
+it holds two batches at once, as a trainer that prefetches; and now and then it moves the version by two at once, so
+that batches that wait go stale, and have to be dissolved when they are read.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _STALL_S = 3.0
 """After this long without a batch, push the weights again: a server that was started anew holds old ones."""
 _PREFETCH_S = 0.1
 _PREFETCHES = 0.25
+_DOUBLE_STEPS = 0.2
+"""Share of steps that move the version by two: what was cut for the version between is older than was thought then."""
 _STEP_S = (0.0, 0.6)
 _KEEP = 5
 _WAIT_S = 60.0
@@ -77,7 +80,7 @@ class _Trainer:
     def __init__(self, folder: Path, client: Client) -> None:
         steps = [record for record in read_journal(folder / BOOK) if record["kind"] == "step"]
         self._trained = {record["batch"] for record in steps}
-        self._version = max((record["version"] + 1 for record in steps), default=0)
+        self._version = max((record["next"] for record in steps), default=0)
         self._client = client
         self._servers = client.settings.servers
         self._weights = folder / "weights"
@@ -93,7 +96,7 @@ class _Trainer:
                 if self._rng.random() < _PREFETCHES:
                     held += self._prefetched(stream)
                 for one in held:
-                    self._step(one)
+                    self._step(one, alone=len(held) == 1)
         self._journal.write("end")
 
     def _next(self, stream: BatchStream) -> Batch | None:
@@ -116,12 +119,14 @@ class _Trainer:
         batch = self._next(stream)
         return [] if batch is None else [batch]
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: Batch, *, alone: bool) -> None:
         if batch.batch_id not in self._trained:
             time.sleep(self._rng.uniform(*_STEP_S))
-            self._journal.write("step", batch=batch.batch_id, version=self._version)
+            # Never with another batch in hand, which would be older then than at its hand-over.
+            after = self._version + (2 if alone and self._rng.random() < _DOUBLE_STEPS else 1)
+            self._journal.write("step", batch=batch.batch_id, version=self._version, next=after)
             self._trained.add(batch.batch_id)
-            self._version += 1
+            self._version = after
             self._push()
         self._ride(batch.ack)
         self._journal.write("acked", batch=batch.batch_id)
