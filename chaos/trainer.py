@@ -33,7 +33,7 @@ _STALL_S = 3.0
 """After this long without a batch, push the weights again: a server that was started anew holds old ones."""
 _PREFETCH_S = 0.1
 _PREFETCHES = 0.25
-_DOUBLE_STEPS = 0.2
+_DOUBLE_STEPS = 0.3
 """Share of steps that move the version by two: what was cut for the version between is older than was thought then."""
 _STEP_S = (0.0, 0.6)
 _KEEP = 5
