@@ -179,8 +179,9 @@ class Worker:
         if not await self._drained(hurry):
             await self._hand_back()
         await stop_tasks([heartbeat, *others, stopped])
-        with contextlib.suppress(ConnectionLostError):
-            await self._store.sign_off(self.name)
+        with contextlib.suppress(ConnectionLostError, TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await self._store.sign_off(self.name)
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self._fleet.close()
