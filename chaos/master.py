@@ -21,6 +21,7 @@ from chaos.recovery import Recovery, percentile
 from chaos.schedule import Action, Blow, Target, blows
 from chaos.stack import ChaosConfig, Fleet, own_redis, stack_config
 from chaos.verdict import Verdict, judge
+from chaos.workflow import is_doomed
 from forebay import load
 from forebay.errors import ConnectionLostError
 from forebay.settings import Settings
@@ -312,7 +313,12 @@ class _Master:
             self._faults.append(f"{status.in_flight} groups are still in flight")
         if status.stopped is not None:
             self._faults.append(f"the run has stopped itself: {status.stopped}")
-        self._faults += ledger_faults(self._outcomes, await self._store.drops(), status.counters)
+        self._faults += ledger_faults(
+            self._outcomes,
+            await self._store.drops(),
+            status.counters,
+            lambda prompt: is_doomed(self._config.seed, prompt),
+        )
 
     def _judge_recovery(self) -> None:
         bound_s = self._config.lease_s + RECOVERY_SLACK_S

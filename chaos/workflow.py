@@ -20,7 +20,7 @@ from forebay import (
     workflow_context,
 )
 
-__all__ = ["TOKENS", "VOCABULARY", "ChaosWorkflow", "fate_of", "read_token", "write_token"]
+__all__ = ["TOKENS", "VOCABULARY", "ChaosWorkflow", "fate_of", "is_doomed", "read_token", "write_token"]
 
 VOCABULARY = 2**31 - 1
 TOKENS = 8
@@ -48,6 +48,12 @@ def fate_of(seed: int, number: int) -> str:
     ``flaky``: a slot's first attempt fails; ``half``: every other slot is rejected; ``reject``: all are; else ``good``.
     """
     return random.Random(f"{seed}:{number}").choices(list(_FATES), list(_FATES.values()))[0]
+
+
+def is_doomed(seed: int, key: str) -> bool:
+    """Whether all slots of the prompt with this idempotency key are rejected."""
+    number = key.rpartition("-")[2]
+    return number.isdecimal() and fate_of(seed, int(number)) == "reject"
 
 
 class ChaosWorkflow(RolloutWorkflow):

@@ -76,7 +76,12 @@ def test_a_batch_after_its_ack_is_a_duplicate() -> None:
 
 def drop(task: int, outcome: str = "evicted", reason: str = "stale") -> Drop:
     """An entry of the drop ledger."""
-    return Drop(task, 0, outcome, "cut", reason, "", None, None, "")
+    return Drop(task, 0, outcome, "cut", reason, "", None, None, f"prompt {task}")
+
+
+def doomed(prompt: str) -> bool:
+    """Whether a prompt is one that the workflow rejects."""
+    return prompt == "prompt 12"
 
 
 def test_the_runs_own_ledger_is_held_against_the_outcomes() -> None:
@@ -84,17 +89,23 @@ def test_the_runs_own_ledger_is_held_against_the_outcomes() -> None:
     ends = {10: "delivered", 11: "evicted", 12: "rejected"}
     good = [drop(11), drop(12, "rejected", "no_usable_slot")]
     counts = {"rejected": 1, "evicted": 1, "dead_letters": 2, "slots:failed": 2}
-    assert ledger_faults(ends, good, counts) == []
+    assert ledger_faults(ends, good, counts, doomed) == []
     wrong: list[tuple[list[Drop], dict[str, int], str]] = [
         ([*good, drop(11)], counts | {"evicted": 2}, "group 11 evicted has 2 entries"),
         ([*good, drop(10)], counts | {"evicted": 2}, "group 10 evicted has 1 entries, not 0"),
         (good[:1], counts | {"rejected": 0}, "group 12 rejected has 0 entries"),
         (good, counts | {"evicted": 2}, "1 entries evicted, counted 2"),
         (good, counts | {"dead_letters": 1}, "1 dead letters, 2 slots"),
+        (
+            [drop(11, "rejected", "no_usable_slot"), good[1]],
+            {**counts, "evicted": 0, "rejected": 2},
+            "is not one to be",
+        ),
         ([good[0], drop(12, "rejected", "rows_lost")], counts, "group 12 was rejected at cut for rows_lost"),
     ]
     for drops, counters, text in wrong:
-        (fault,) = ledger_faults(ends, drops, counters)
+        own = ends | {11: "rejected"} if "not one" in text else ends
+        (fault,) = ledger_faults(own, drops, counters, doomed)
         assert text in fault
 
 
