@@ -398,7 +398,8 @@ class Watch:
         self._timeout_s = timeout_s
         self._began = self._asked = time.monotonic()
         self._blocked_since: float | None = None
-        self._dead_since: float | None = None
+        self._missing: dict[str, float] = {}
+        """What nobody does, and since when."""
 
     async def check(self, blocked_at_version: int | None) -> None:
         """Say, between two looks, that nothing came. Raises StallError, CollectorUnavailableError."""
@@ -411,15 +412,25 @@ class Watch:
         if now - self._asked < 1.0:
             return
         self._asked = now
-        if await self._store.collector_alive():
-            self._dead_since = None
-        elif self._dead_since is None:
-            self._dead_since = now
-        elif now - self._dead_since > _TAKE_OVER_S:
+        owners = await self._store.owners()
+        missing = {f"partition {number}" for number in owners.unowned} | (set() if owners.leader else {"lead"})
+        self._missing = {what: self._missing.get(what, now) for what in missing}
+        long = {what for what, since in self._missing.items() if now - since > self._patience_s(what)}
+        if "lead" in long:
             raise CollectorUnavailableError(
                 f"no collector serves run {self._store.keys.run}: no batch can come; start one (`make up` or "
                 "`forebay collector`), and read on: nothing is lost"
             )
+        if long:
+            raise CollectorUnavailableError(
+                f"no collector reads {', '.join(sorted(long))} of the results of run {self._store.keys.run}, though "
+                f"one leads: the groups in it cannot end; look at the collectors' logs, or start another one "
+                "(`forebay collector`), and read on: nothing is lost"
+            )
+
+    def _patience_s(self, what: str) -> float:
+        # A lease has run out already, unless its owner gave it up.
+        return _TAKE_OVER_S if what == "lead" else max(_TAKE_OVER_S, self._settings.collector_lease_s)
 
     def _check_blocked(self, version: int | None, now: float) -> None:
         if version is None:
@@ -444,6 +455,8 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
         return f"the run has stopped itself: {status.stopped}; mend the cause, then `forebay resume`"
     if not status.collector_alive:
         return f"no collector is alive ({where})"
+    if unowned := status.owners.unowned:
+        where += f"; no collector reads partition {', '.join(map(str, unowned))} of the results"
     if status.cut == 0 and status.ready < settings.batch_size:
         ahead = status.delivered_ahead
         if ahead and ahead + settings.batch_size > status.capacity:
