@@ -162,7 +162,8 @@ class Collector:
         epoch, held = await asyncio.gather(  # one round trip
             self._store.lead(self.name, lease_s), self._store.hold(self.name, lease_s)
         )
-        await self._follow_lead(epoch)
+        if await self._follow_lead(epoch):
+            held = await self._store.hold(self.name, lease_s)  # the rules say anew what there is to be held
         for partition in await self._partitions.own(held):
             await self._store.give_up(self.name, partition)
         if self._exposition is not None:
@@ -172,8 +173,8 @@ class Collector:
             log.info("collector.ready", collector=self.name, run=self._store.keys.run, leads=self.leads,
                      batch_size=self._rules.batch_size, capacity=self._rules.capacity)  # fmt: skip
 
-    async def _follow_lead(self, epoch: int) -> None:
-        """Begin or end the duties. Raises what one of them raised, unless the lead was lost."""
+    async def _follow_lead(self, epoch: int) -> bool:
+        """Begin or end the duties: whether they begin. Raises what one of them raised, unless the lead was lost."""
         if self._lead is not None and (self._lead.done() or epoch != self._epoch):
             lead, self._lead, self._epoch = self._lead, None, 0
             await stop_tasks([lead])
@@ -182,14 +183,16 @@ class Collector:
                 raise error
             reason = "another collector leads" if error is None else str(error)
             log.warning("lead.lost", collector=self.name, reason=reason)
-        if epoch and self._lead is None:
-            try:
-                await self._duties.begin(epoch)
-            except FencedError:
-                return  # lost in between: the next beat tells
-            self._epoch = epoch
-            self._lead = named_task("lead", self._duties.run(epoch))
-            log.info("lead.taken", collector=self.name, epoch=epoch)
+        if not epoch or self._lead is not None:
+            return False
+        try:
+            await self._duties.begin(epoch)
+        except FencedError:
+            return False  # lost in between: the next beat tells
+        self._epoch = epoch
+        self._lead = named_task("lead", self._duties.run(epoch))
+        log.info("lead.taken", collector=self.name, epoch=epoch)
+        return True
 
     async def _agrees(self) -> bool:
         """Whether rules are published, its own or another's: who collects under other ones says so, and goes on."""
