@@ -398,8 +398,8 @@ class Watch:
         self._timeout_s = timeout_s
         self._began = self._asked = time.monotonic()
         self._blocked_since: float | None = None
-        self._missing: dict[str, float] = {}
-        """What nobody does, and since when."""
+        self._missing: dict[int | None, float] = {}
+        """Partitions that nobody owns, and None where nobody leads, by since when."""
 
     async def check(self, blocked_at_version: int | None) -> None:
         """Say, between two looks, that nothing came. Raises StallError, CollectorUnavailableError."""
@@ -412,25 +412,26 @@ class Watch:
         if now - self._asked < 1.0:
             return
         self._asked = now
+        await self._check_collectors(now)
+
+    async def _check_collectors(self, now: float) -> None:
         owners = await self._store.owners()
-        missing = {f"partition {number}" for number in owners.unowned} | (set() if owners.leader else {"lead"})
+        missing: set[int | None] = {*owners.unowned, *(() if owners.leader else (None,))}
         self._missing = {what: self._missing.get(what, now) for what in missing}
-        long = {what for what, since in self._missing.items() if now - since > self._patience_s(what)}
-        if "lead" in long:
+        run = self._store.keys.run
+        if None in missing and now - self._missing[None] > _TAKE_OVER_S:
             raise CollectorUnavailableError(
-                f"no collector serves run {self._store.keys.run}: no batch can come; start one (`make up` or "
+                f"no collector serves run {run}: no batch can come; start one (`make up` or "
                 "`forebay collector`), and read on: nothing is lost"
             )
-        if long:
+        patience_s = max(_TAKE_OVER_S, self._settings.collector_lease_s)
+        unread = sorted(what for what in missing if what is not None and now - self._missing[what] > patience_s)
+        if unread:
             raise CollectorUnavailableError(
-                f"no collector reads {', '.join(sorted(long))} of the results of run {self._store.keys.run}, though "
-                f"one leads: the groups in it cannot end; look at the collectors' logs, or start another one "
+                f"no collector reads partition {', '.join(map(str, unread))} of the results of run {run}, though one "
+                "leads: the groups in it cannot end; look at the collectors' logs, or start another one "
                 "(`forebay collector`), and read on: nothing is lost"
             )
-
-    def _patience_s(self, what: str) -> float:
-        # A lease has run out already, unless its owner gave it up.
-        return _TAKE_OVER_S if what == "lead" else max(_TAKE_OVER_S, self._settings.collector_lease_s)
 
     def _check_blocked(self, version: int | None, now: float) -> None:
         if version is None:
