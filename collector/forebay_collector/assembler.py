@@ -46,13 +46,16 @@ class Assembled:
     """What is wrong with the group itself, so that it cannot be accepted."""
     entries: Mapping[int, str] = field(default_factory=dict)
     """The result entry of each slot."""
+    partition: int = 0
+    """Of the results: the stream of those entries."""
 
 
 class Assembler:
-    """The groups of which some slots have ended."""
+    """The groups of one partition of which some slots have ended."""
 
-    def __init__(self, unreadable: Callable[[ResultEntry, str], None] | None = None) -> None:
+    def __init__(self, unreadable: Callable[[ResultEntry, str], None] | None = None, partition: int = 0) -> None:
         """Begin with none; `unreadable` is told of each entry whose header cannot be read, and why."""
+        self._partition = partition
         self._open: dict[int, _Open] = {}
         self._unreadable = unreadable
 
@@ -88,8 +91,9 @@ class Assembler:
             return None
         del self._open[entry.task_id]
         return Assembled(
-            entry.task_id, group.size, group.rules, group.headers, group.parent, group.fault, group.entries
-        )
+            entry.task_id, group.size, group.rules, group.headers, group.parent, group.fault, group.entries,
+            self._partition,
+        )  # fmt: skip
 
     def _header(self, entry: ResultEntry) -> SlotHeader:
         try:

@@ -23,7 +23,7 @@ def collector(
 ) -> None:
     """Collect for the run that the environment names, until SIGTERM. It publishes the run's settings.
 
-    A second one stands by and takes over.
+    Several share the work, and take over from one that ends.
     """
     from forebay.http_metrics import HttpSettings, Listen
     from forebay.settings import RunSettings, Settings, load, unknown_variables

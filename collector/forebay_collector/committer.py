@@ -52,7 +52,7 @@ class Committer:
         self._uneven_keys = UnevenKeys()
 
     async def commit(self, epoch: int, group: Assembled) -> bool:
-        """Decide, dump, commit. Raises FencedError, ConnectionLostError.
+        """Decide, dump, commit, under the `epoch` of the group's partition. Raises FencedError, ConnectionLostError.
 
         Returns:
             False, with nothing recorded, where a result entry that the group was put together from is not its own.
@@ -67,7 +67,7 @@ class Committer:
         rows: list[Row] | None = None
         lost = ""
         if needs_rows and decision.summary.rollouts:
-            rows, lost = await self._read(epoch, decision.summary)
+            rows, lost = await self._read(epoch, group.partition, decision.summary)
             if rows is None:
                 self._dumper.note_lost(group.task_id)
                 decision = replace(decision, reason=RejectReason.ROWS_LOST, detail=lost)
@@ -85,6 +85,7 @@ class Committer:
             dump_folder=folder,
             detail=decision.detail[:_MAX_DETAIL],
             usable=len(decision.summary.rollouts),
+            partition=group.partition,
             entries=[group.entries[idx] for idx in sorted(group.entries)],
         )
         if done is None:
@@ -110,7 +111,7 @@ class Committer:
         done = await self._dumper.write(folder, summary, rows, group.headers, outcome, decision.reason or "", current)
         return folder if done else ""
 
-    async def _read(self, epoch: int, summary: GroupSummary) -> tuple[list[Row] | None, str]:
+    async def _read(self, epoch: int, partition: int, summary: GroupSummary) -> tuple[list[Row] | None, str]:
         """The rows; or None, and why they cannot be had."""
         names = [(summary.task, rollout.sample_idx, rollout.attempt) for rollout in summary.rollouts]
         frames = await self._store.read_rows(names)
@@ -126,7 +127,9 @@ class Committer:
             except FrameError as error:
                 reason = f"the rows of slot {rollout.sample_idx} cannot be read: {error}"
                 log.error("rows.unreadable", task_id=summary.task, reason=reason)
-                await self._store.note_unreadable(epoch, ":".join(map(str, name)), "rows", reason, frame)
+                await self._store.note_unreadable(
+                    epoch, ":".join(map(str, name)), "rows", reason, frame, partition=partition
+                )
                 return None, reason
             rows += found
         return rows, ""

@@ -58,9 +58,10 @@ class Cutter:
                 continue
             groups = normalized_batch(summaries)
             status = await self._store.status()
-            index = BatchIndex(groups, partial=partial, metrics=self._metrics.of_batch(groups, status))
+            told = await self._store.tally()
+            index = BatchIndex(groups, partial=partial, metrics=self._metrics.of_batch(groups, status, told))
             tasks = [task_id for task_id, _ in ready]
-            batch_id = await self._store.cut(epoch, index.pack(), tasks, packed_rewards(groups))
+            batch_id = await self._store.cut(epoch, index.pack(), tasks, packed_rewards(groups), told)
             if batch_id is None:
                 tries += 1
                 continue

@@ -79,9 +79,11 @@ class Exposition:
         self._lag = self._histogram(
             "forebay_event_loop_lag_seconds", "How late this collector's event loop is.", [], LAG_BUCKETS_S
         )
-        self._leading = Gauge(
-            "forebay_collector_leading", "1: this collector leads; 0: it stands by.", registry=self._registry
-        )
+        self._leading = Gauge("forebay_collector_leading", "1: this collector leads.", registry=self._registry)
+        self._partitions = Gauge(
+            "forebay_collector_partitions", "Partitions of the results that this collector owns.",
+            registry=self._registry,
+        )  # fmt: skip
 
     def _histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
         return Histogram(name, text, labels, registry=self._registry, buckets=buckets)
@@ -111,9 +113,10 @@ class Exposition:
         """The event loop was late."""
         self._lag.observe(seconds)
 
-    def lead(self, leading: bool) -> None:
-        """This collector leads, or does not."""
+    def holds(self, *, leading: bool, partitions: Sequence[int]) -> None:
+        """What this collector holds."""
         self._leading.set(leading)
+        self._partitions.set(len(partitions))
 
     def _phase(self, name: str) -> str:
         if name not in self._phases_known:
@@ -171,6 +174,15 @@ def _state(status: RunStatus) -> Iterator[Metric]:
     yield _gauge("forebay_capacity_groups", "(s + 1) * k * B.", status.capacity)
     yield _gauge("forebay_run_stopped", "1: the run has stopped itself.", float(status.stopped is not None))
     yield _gauge("forebay_version", "The policy version in force.", status.version)
+    owners = status.owners
+    yield _gauge("forebay_collectors_alive", "Collectors whose heart-beat is recent.", len(owners.collectors))
+    owned = GaugeMetricFamily("forebay_partition_owned", "1: a collector owns this partition.", labels=["partition"])
+    unread = GaugeMetricFamily("forebay_results_unread", "Results of groups that have not ended.", labels=["partition"])
+    for partition in owners.partitions:
+        owned.add_metric([str(partition.number)], float(bool(partition.owner)))
+        unread.add_metric([str(partition.number)], partition.unread)
+    yield owned
+    yield unread
     yield _gauge("forebay_workers_alive", "Workers whose heart-beat is recent.", len(status.workers))
     busy = sum(int(about.get("busy", 0)) for about in status.workers.values())
     yield _gauge("forebay_fleet_slots_busy", "Slots that run, as the live workers last said.", busy)

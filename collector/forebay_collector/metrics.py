@@ -1,12 +1,13 @@
-"""What the collector tells of groups and batches: with each batch, and to Prometheus (contract, section 12).
+"""What collectors tell of groups and batches: with each batch, and to Prometheus (contract, section 12).
 
-A group that was decided is counted into the next batch that is cut, whatever became of the group. What is counted and
-not yet delivered lives in this process alone: a collector that takes over begins with none.
+A group that was decided is counted into the next batch that is cut, whatever became of the group and whichever
+collector decided on it: each commit counts it in Redis (``tally``), and the cut takes out what the batch has told. Only
+how many were evicted is counted from where this collector began to lead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from forebay.metrics import GroupTally, batch_metrics, scope_of
@@ -15,7 +16,7 @@ from forebay.settings import RunSettings
 from forebay.store.records import RunStatus
 from forebay.wire.envelopes import GroupSummary
 
-__all__ = ["CollectorMetrics", "Observer"]
+__all__ = ["CollectorMetrics", "Observer", "tally_of"]
 
 
 class Observer(Protocol):
@@ -28,6 +29,17 @@ class Observer(Protocol):
         """A batch was cut, to be trained on at `version`."""
 
 
+def tally_of(counts: Mapping[str, int]) -> GroupTally:
+    """The sums over groups that are counted by ``slots:usable slots:reason``; what is no such count is left out."""
+    tally = GroupTally()
+    for name, count in counts.items():
+        size, _, rest = name.partition(":")
+        usable, _, reason = rest.partition(":")
+        if size.isdecimal() and usable.isdecimal() and count > 0:
+            tally.count(int(size), int(usable), reason or None, times=count)
+    return tally
+
+
 class CollectorMetrics:
     """Counts from one cut to the next."""
 
@@ -35,10 +47,9 @@ class CollectorMetrics:
         self._batch_size = settings.batch_size
         self._per_version = settings.batch_size * settings.batches_per_version
         self._observer = observer
-        self._tally = GroupTally()
         self._evicted = 0
-        self._offered: tuple[GroupTally, int] = (GroupTally(), 0)
-        """What the metrics of a batch that may not have been cut yet have counted."""
+        self._offered = 0
+        """The evicted groups of which a batch that may not have been cut yet tells, counted from the run's begin."""
 
     def begin(self, status: RunStatus) -> None:
         """This collector leads from here on."""
@@ -46,29 +57,25 @@ class CollectorMetrics:
 
     def decided(self, group: GroupSummary, reason: RejectReason | None) -> None:
         """A group was accepted (no reason) or rejected, and committed."""
-        if not group.is_eval:
-            self._tally.add(group, reason)
         if self._observer is not None:
             self._observer.decided(group, reason)
 
-    def of_batch(self, groups: Sequence[GroupSummary], status: RunStatus) -> dict[str, float]:
-        """The metrics of a batch of `groups` that is about to be cut. Whether it was says :meth:`cut`."""
-        offered, _ = self._offered  # a batch that could not be cut, if it counts anything
-        offered.merge(self._tally)
-        self._tally = GroupTally()
-        evicted = status.count("evicted")
-        self._offered = offered, evicted
+    def of_batch(self, groups: Sequence[GroupSummary], status: RunStatus, tally: Mapping[str, int]) -> dict[str, float]:
+        """The metrics of a batch of `groups` that is about to be cut. Whether it was says :meth:`cut`.
+
+        `tally` is what was decided since the batch before, as the store counts it.
+        """
+        self._offered = status.count("evicted")
         scope = scope_of(is_eval=False)
         return {
-            **offered.metrics(scope),
-            f"{scope}/evicted": float(max(0, evicted - self._evicted)),
+            **tally_of(tally).metrics(scope),
+            f"{scope}/evicted": float(max(0, self._offered - self._evicted)),
             **batch_metrics(groups, scope, self._training_version(status)),
         }
 
     def cut(self, groups: Sequence[GroupSummary], status: RunStatus) -> None:
         """The batch was cut: what its metrics counted is delivered with it."""
-        self._evicted = self._offered[1]
-        self._offered = GroupTally(), 0
+        self._evicted = self._offered
         if self._observer is not None:
             self._observer.cut(groups, self._training_version(status))
 

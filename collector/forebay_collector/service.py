@@ -1,7 +1,9 @@
-"""The collector process.
+"""The collector process: what it takes part in, and its leases.
 
-One collector leads at a time, by a lease; others stand by. What it holds in memory can be rebuilt from Redis, and all
-it changes carries the epoch of its lease, so that a predecessor that comes back to life changes nothing.
+Every collector beats. With each beat it renews what it holds, and takes what is free: its share of the partitions of
+the results (:mod:`forebay_collector.partitions`), and the lead with its duties (:mod:`forebay_collector.duties`). What
+it holds in memory can be rebuilt from Redis, and all it changes carries the epoch of the lease that it is done under,
+so that a predecessor that comes back to life changes nothing.
 """
 
 from __future__ import annotations
@@ -11,24 +13,22 @@ import contextlib
 import os
 import socket
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, FencedError, FrameError, SettingsError
+from forebay.errors import ConnectionLostError, FencedError, RunNotReadyError, SettingsError
 from forebay.http_metrics import Listen, MetricsServer
 from forebay.loop_lag import watch_loop
 from forebay.settings import RunSettings, Settings
-from forebay.store.records import ResultEntry
 from forebay.store.store import Store
-from forebay.wire.envelopes import GroupRules
 from forebay_collector.accept import AcceptFilter
-from forebay_collector.assembler import Assembled, Assembler
 from forebay_collector.committer import Committer
-from forebay_collector.cutter import Cutter
 from forebay_collector.dump import Dumper
+from forebay_collector.duties import Duties
 from forebay_collector.metrics import CollectorMetrics
+from forebay_collector.partitions import Partitions
 
 if TYPE_CHECKING:
     from forebay_collector.exposition import Exposition
@@ -37,11 +37,8 @@ __all__ = ["Collector", "run_collector"]
 
 log = structlog.get_logger(__name__)
 
-_READ_COUNT = 500
-_BLOCK_S = 0.5
-_COMMITS_AT_ONCE = 16
-_REWRITES_AT_ONCE = 100
-_SWEEP_EVERY_S = 5.0
+_BEATS_A_LEASE = 5
+_LONGEST_BEAT_S = 0.5
 _AWAY_S = 0.5
 
 
@@ -52,7 +49,6 @@ async def run_collector(settings: Settings, rules: RunSettings, listen: Listen |
         ConnectionLostError: Redis cannot be reached at start.
         SettingsError: a setting of the dump or of the metrics is bad.
         PortInUseError: the port for the metrics is taken.
-        FencedError: another collector took the lease while this one was silent.
     """
     store = Store.open(settings)
     try:
@@ -66,7 +62,7 @@ async def run_collector(settings: Settings, rules: RunSettings, listen: Listen |
 
 
 class Collector:
-    """The duties of a collector, each a loop."""
+    """Takes part in the collecting of a run."""
 
     def __init__(self, store: Store, rules: RunSettings, listen: Listen | None = None) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
@@ -77,20 +73,15 @@ class Collector:
         self._server = None
         if listen is not None and self._exposition is not None:
             self._server = MetricsServer(self._exposition.render, listen)
-        self._metrics = CollectorMetrics(rules, self._exposition)
-        self._assembler = Assembler(self._note_unreadable)
-        self._unreadable: list[tuple[ResultEntry, str]] = []
-        self._begin_anew = False
-        """An entry that is no slot's result was counted in: the assembler's groups are not to be trusted."""
-        self._committer = Committer(
-            store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping, self._metrics
-        )
-        self._cutter = Cutter(store, rules, self._metrics)
+        metrics = CollectorMetrics(rules, self._exposition)
+        committer = Committer(store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping, metrics)
+        self._partitions = Partitions(store, committer)
+        self._duties = Duties(store, rules, metrics, self._dumper)
+        self._lead: asyncio.Task[None] | None = None
+        """The duties, while this collector leads."""
         self._epoch = 0
-        self._told: str | None = None
-        """Why the run has stopped itself, as far as it was logged."""
-        self._commits: dict[int, asyncio.Task[None]] = {}
-        """The commits under way, by task id."""
+        """Of the lead; 0: it does not lead."""
+        self._ready = False
 
     async def open(self) -> None:
         """Check the settings of the dump. Raises SettingsError."""
@@ -101,11 +92,20 @@ class Collector:
         """Where the metrics are scraped; "" if they are not served."""
         return self._server.url if self._server is not None else ""
 
+    @property
+    def leads(self) -> bool:
+        """Whether it leads, as far as it knows."""
+        return self._epoch > 0
+
+    @property
+    def partitions(self) -> list[int]:
+        """The partitions that it owns, as far as it knows."""
+        return self._partitions.numbers
+
     async def serve(self, stop: asyncio.Event) -> None:
-        """Wait for the lease, then lead until `stop` is set; metrics are served all the while.
+        """Take part until `stop` is set, then give up at once all that is held; metrics are served all the while.
 
         Raises:
-            FencedError: another collector took the lease.
             PortInUseError: the port for the metrics is taken.
             SettingsError: the metrics cannot be served there.
         """
@@ -118,190 +118,99 @@ class Collector:
                 await self._dumper.close()
 
     async def _serve(self, stop: asyncio.Event) -> None:
-        stopped = asyncio.create_task(stop.wait())
-        lead = asyncio.create_task(self._acquire())
-        await asyncio.wait([lead, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not lead.done():
-            await stop_tasks([lead])
-            return
-        self._epoch = lead.result()
-        await self._store.configure(self._epoch, self._rules)
-        self._metrics.begin(await self._store.status())
-        if self._exposition is not None:
-            self._exposition.lead(True)
         tasks = [
-            named_task("lease", self._keep_lease()),
-            named_task("results", self._forever(self._collect)),
-            named_task("cutter", self._forever(self._cut)),
-            named_task("reaper", self._forever(self._reap)),
-            named_task("dump", self._forever(self._mend_dumps)),
+            named_task("beat", self._beat_forever()),
+            named_task("results", self._partitions.run()),
+            named_task("stop", _wait(stop)),
         ]
-        log.info("collector.ready", collector=self.name, run=self._store.keys.run, epoch=self._epoch,
-                 batch_size=self._rules.batch_size, capacity=self._rules.capacity)  # fmt: skip
         try:
-            done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
-            await stop_tasks([*tasks, *self._commits.values(), stopped])
-            with contextlib.suppress(ConnectionLostError):
+            tasks += [] if self._lead is None else [self._lead]
+            await stop_tasks(tasks)
+            for task in tasks:
+                if task.done() and not task.cancelled():
+                    task.exception()  # retrieved: one error is raised, and the others have the same cause
+            await self._partitions.close()
+            with contextlib.suppress(ConnectionLostError):  # then the leases end by themselves
                 await self._store.resign(self.name)
             log.info("collector.stopped", collector=self.name)
 
-    async def _acquire(self) -> int:
-        told = False
-        while not (epoch := await self._store.lead(self.name, self._rules.collector_lease_s)):
-            if not told:
-                log.info("collector.standby", collector=self.name, run=self._store.keys.run)
-                told = True
-            await asyncio.sleep(self._rules.collector_lease_s / 10)
-        return epoch
+    # -- leases -------------------------------------------------------------------------------------------------------
 
-    async def _keep_lease(self) -> None:
+    async def _beat_forever(self) -> None:
+        pause_s = min(_LONGEST_BEAT_S, self._rules.collector_lease_s / _BEATS_A_LEASE)
         while True:
-            await asyncio.sleep(self._rules.collector_lease_s / 3)
             try:
-                epoch = await self._store.lead(self.name, self._rules.collector_lease_s)
+                await self._beat()
             except ConnectionLostError as error:
                 log.warning("lease.not_renewed", reason=str(error))
-                continue
-            if epoch != self._epoch:
-                raise FencedError("another collector took the lease of this run while this one was silent; it stops")
-
-    async def _forever(self, step: Any) -> None:
-        """Run `step` again and again, through losses of the connection."""
-        while True:
-            try:
-                await step()
-            except ConnectionLostError as error:
-                log.warning("redis.away", duty=step.__name__.strip("_"), reason=str(error))
                 await asyncio.sleep(_AWAY_S)
+            else:
+                await asyncio.sleep(pause_s)
 
-    # -- results ------------------------------------------------------------------------------------------------------
+    async def _beat(self) -> None:
+        """Renew and take leases, and act on what was won or lost.
 
-    async def _collect(self) -> None:
-        # From the start of the stream: what is in it has not been committed, whoever read it before.
-        await self._cancel_commits()
-        self._assembler = Assembler(self._note_unreadable)
-        self._begin_anew = False
-        after = "0"
-        while not self._begin_anew:
-            self._forget_done_commits()
-            entries = await self._store.read_results(after, _READ_COUNT, _BLOCK_S)
-            for entry in entries:
-                after = entry.entry_id
-                await self._add(entry)
+        Raises:
+            ConnectionLostError: Redis is away.
+            Exception: what a duty raised, that ended by a fault.
+        """
+        lease_s = self._rules.collector_lease_s
+        epoch, held = await asyncio.gather(  # one round trip
+            self._store.lead(self.name, lease_s), self._store.hold(self.name, lease_s)
+        )
+        if await self._follow_lead(epoch):
+            held = await self._store.hold(self.name, lease_s)  # the rules say anew what there is to be held
+        for partition in await self._partitions.own(held):
+            await self._store.give_up(self.name, partition)
+        if self._exposition is not None:
+            self._exposition.holds(leading=self.leads, partitions=self.partitions)
+        if not self._ready and await self._agrees():
+            self._ready = True
+            log.info("collector.ready", collector=self.name, run=self._store.keys.run, leads=self.leads,
+                     batch_size=self._rules.batch_size, capacity=self._rules.capacity)  # fmt: skip
 
-    async def _cancel_commits(self) -> None:
-        await stop_tasks(self._commits.values())
-        self._commits.clear()
-
-    def _forget_done_commits(self) -> None:
-        """Forget what is done. Raises what a commit raised: then all begins anew from the stream."""
-        for task_id in [task_id for task_id, commit in self._commits.items() if commit.done()]:
-            self._commits.pop(task_id).result()
-
-    def _note_unreadable(self, entry: ResultEntry, reason: str) -> None:
-        self._unreadable.append((entry, reason))
-
-    async def _set_aside(self, entry: ResultEntry, reason: str) -> None:
-        # False: the entry left the stream meanwhile, by a commit of its group. Then nothing was wrong with it.
-        if await self._store.set_aside_result(self._epoch, entry, reason):
-            log.error("result.set_aside", entry=entry.entry_id, task_id=entry.task_id, reason=reason)
-
-    async def _open(self, task_id: int) -> bool:
-        """Begin a group; False: it does not run."""
-        known = await self._store.group_rules(task_id)
-        if known is None:
+    async def _follow_lead(self, epoch: int) -> bool:
+        """Begin or end the duties: whether they begin. Raises what one of them raised, unless the lead was lost."""
+        if self._lead is not None and (self._lead.done() or epoch != self._epoch):
+            lead, self._lead, self._epoch = self._lead, None, 0
+            await stop_tasks([lead])
+            error = lead.exception() if lead.done() and not lead.cancelled() else None
+            if error is not None and not isinstance(error, FencedError):
+                raise error
+            reason = "another collector leads" if error is None else str(error)
+            log.warning("lead.lost", collector=self.name, reason=reason)
+        if not epoch or self._lead is not None:
             return False
-        packed, size, parent = known
-        rules, fault = _rules(task_id, packed)
-        if fault:
-            await self._store.note_unreadable(self._epoch, str(task_id), "rules", fault, packed)
-        self._assembler.open(task_id, rules, size, parent, fault)
+        try:
+            await self._duties.begin(epoch)
+        except FencedError:
+            return False  # lost in between: the next beat tells
+        self._epoch = epoch
+        self._lead = named_task("lead", self._duties.run(epoch))
+        log.info("lead.taken", collector=self.name, epoch=epoch)
         return True
 
-    async def _add(self, entry: ResultEntry) -> None:
-        if entry.fault:
-            await self._set_aside(entry, entry.fault)
-            return
-        if (commit := self._commits.get(entry.task_id)) is not None and not commit.done():
-            await self._set_aside_foreign(entry)
-            return
-        if not self._assembler.knows(entry.task_id) and not await self._open(entry.task_id):
-            await self._set_aside(entry, f"group {entry.task_id} has ended, or never was")
-            return
-        if entry.sample_idx >= (size := self._assembler.size(entry.task_id)):
-            await self._set_aside(entry, f"slot {entry.sample_idx} of group {entry.task_id}, which has {size}")
-            return
-        if self._assembler.holds(entry.task_id, entry.sample_idx):
-            await self._set_aside_foreign(entry)
-            return
-        assembled = self._assembler.add(entry)
-        while self._unreadable:
-            odd, reason = self._unreadable.pop()
-            await self._store.note_unreadable(self._epoch, odd.entry_id, "results", reason, odd.header)
-        if assembled is not None:
-            while len(self._commits) >= _COMMITS_AT_ONCE:
-                await asyncio.wait(self._commits.values(), return_when=asyncio.FIRST_COMPLETED)
-                self._forget_done_commits()
-            self._commits[assembled.task_id] = named_task("commit", self._commit(assembled))
-
-    async def _set_aside_foreign(self, entry: ResultEntry) -> None:
-        # A second entry for a slot. Where it is the slot's own, the first is not, which the commit finds out.
-        if await self._store.foreign_results(entry.task_id, {entry.sample_idx: entry.entry_id}):
-            await self._set_aside(entry, _not_its_own(entry.task_id, entry.sample_idx))
-
-    async def _commit(self, group: Assembled) -> None:
-        if not await self._committer.commit(self._epoch, group):
-            # The group is not forgotten: what is in the stream is read anew, without the entries that are not its own.
-            for idx in await self._store.foreign_results(group.task_id, group.entries):
-                entry = ResultEntry(group.entries[idx], group.task_id, idx, group.headers[idx].reason.encode())
-                await self._set_aside(entry, _not_its_own(group.task_id, idx))
-            self._begin_anew = True
-
-    # -- the other duties ---------------------------------------------------------------------------------------------
-
-    async def _cut(self) -> None:
-        await self._cutter.cut(self._epoch)
-        await self._store.wait_for_wake("cutter", _BLOCK_S)
-
-    async def _reap(self) -> None:
-        swept = 0.0
-        loop = asyncio.get_running_loop()
-        while True:
-            leases, groups = await self._store.reap(self._epoch, lease_s=self._rules.lease_s)
-            if leases or groups:
-                log.warning("reaped", leases_lost=leases, groups_past_deadline=groups)
-            if loop.time() - swept > _SWEEP_EVERY_S:
-                swept = loop.time()
-                if lost := await self._store.sweep(self._epoch):
-                    log.warning("jobs.lost", queued_again=lost)
-            await self._tell_if_stopped()
-            await asyncio.sleep(min(1.0, self._rules.lease_s / 4))
-
-    async def _tell_if_stopped(self) -> None:
-        reason = await self._store.stopped()
-        if reason is not None and reason != self._told:
-            log.error("run.stopped", run=self._store.keys.run, reason=reason, remedy="mend the cause, `forebay resume`")
-        self._told = reason
-
-    async def _mend_dumps(self) -> None:
-        """Bring files up to what became of their groups since. Who dies in between is followed by one that does it."""
-        for task_id, folder, reason in await self._store.evicted_dumps():
-            if folder:
-                await self._dumper.mark_evicted(task_id, folder, reason)
-            await self._store.forget_evicted_dump(task_id)
-        entries = await self._store.dump_rewrites(_REWRITES_AT_ONCE)
-        # Those of one group are asked for in the list's order, and done in that order: the last cut's rewards stay.
-        await asyncio.gather(*(self._dumper.rewrite_rewards(entry) for entry in entries))
-        await self._store.forget_dump_rewrites(entries)
-        if len(entries) < _REWRITES_AT_ONCE:
-            await asyncio.sleep(_BLOCK_S)
+    async def _agrees(self) -> bool:
+        """Whether rules are published, its own or another's: who collects under other ones says so, and goes on."""
+        try:
+            published = await self._store.run_settings()
+        except RunNotReadyError as error:
+            log.warning("settings.unreadable", reason=str(error))
+            return True
+        if published is None:
+            return False
+        theirs, ours = published.model_dump(mode="json"), self._rules.model_dump(mode="json")
+        if differing := sorted(name for name in ours if ours[name] != theirs.get(name)):
+            log.warning("settings.differ", settings=differing, remedy="start all collectors with the same settings")
+        return True
 
 
-def _not_its_own(task_id: int, idx: int) -> str:
-    return f"it is not the result of slot {idx} of group {task_id}"
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def _make_exposition(store: Store, dumper: Dumper) -> Exposition:
@@ -311,12 +220,3 @@ def _make_exposition(store: Store, dumper: Dumper) -> Exposition:
     except ImportError:
         raise SettingsError("FOREBAY_COLLECTOR_HTTP_PORT needs prometheus-client; install forebay[collector]") from None
     return Exposition(store, dumper)
-
-
-def _rules(task_id: int, packed: bytes) -> tuple[GroupRules, str]:
-    """The rules of a group, and what is wrong with them: it is rejected once it has ended."""
-    try:
-        return GroupRules.unpack(packed), ""
-    except FrameError as error:
-        log.error("rules.unreadable", task_id=task_id, reason=str(error))
-        return GroupRules(min_usable_group_size=1), f"its rules are unreadable: {error}"

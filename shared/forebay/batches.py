@@ -207,7 +207,8 @@ class Watch:
         self._timeout_s = timeout_s
         self._began = self._asked = time.monotonic()
         self._blocked_since: float | None = None
-        self._dead_since: float | None = None
+        self._missing: dict[int | None, float] = {}
+        """Partitions that nobody owns, and None where nobody leads, by since when."""
 
     async def check(self, blocked_at_version: int | None) -> None:
         """Say, between two looks, that nothing came. Raises StallError, CollectorUnavailableError."""
@@ -220,14 +221,25 @@ class Watch:
         if now - self._asked < 1.0:
             return
         self._asked = now
-        if await self._store.collector_alive():
-            self._dead_since = None
-        elif self._dead_since is None:
-            self._dead_since = now
-        elif now - self._dead_since > _TAKE_OVER_S:
+        await self._check_collectors(now)
+
+    async def _check_collectors(self, now: float) -> None:
+        owners = await self._store.owners()
+        missing: set[int | None] = {*owners.unowned, *(() if owners.leader else (None,))}
+        self._missing = {what: self._missing.get(what, now) for what in missing}
+        run = self._store.keys.run
+        if None in missing and now - self._missing[None] > _TAKE_OVER_S:
             raise CollectorUnavailableError(
-                f"no collector serves run {self._store.keys.run}: no batch can come; start one (`make up` or "
+                f"no collector serves run {run}: no batch can come; start one (`make up` or "
                 "`forebay collector`), and read on: nothing is lost"
+            )
+        patience_s = max(_TAKE_OVER_S, self._settings.collector_lease_s)
+        unread = sorted(what for what in missing if what is not None and now - self._missing[what] > patience_s)
+        if unread:
+            raise CollectorUnavailableError(
+                f"no collector reads partition {', '.join(map(str, unread))} of the results of run {run}, though one "
+                "leads: the groups in it cannot end; look at the collectors' logs, or start another one "
+                "(`forebay collector`), and read on: nothing is lost"
             )
 
     def _check_blocked(self, version: int | None, now: float) -> None:
@@ -253,6 +265,8 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
         return f"the run has stopped itself: {status.stopped}; mend the cause, then `forebay resume`"
     if not status.collector_alive:
         return f"no collector is alive ({where})"
+    if unowned := status.owners.unowned:
+        where += f"; no collector reads partition {', '.join(map(str, unowned))} of the results"
     if status.cut == 0 and status.ready < settings.batch_size:
         ahead = status.delivered_ahead
         if ahead and ahead + settings.batch_size > status.capacity:

@@ -275,7 +275,8 @@ def run_table(status: RunStatus, client: Client) -> Table:
             f"{status.count(name)} {name}" for name in ("submitted", "requeued", "delivered", "rejected", "evicted")
         ),
         "asked for by id": f"{status.direct_queued} queued, {status.direct_running} running, {status.held} to collect",
-        "collector": "alive" if status.collector_alive else "none",
+        "collectors": _collectors(status),
+        "results": ", ".join(f"{one.unread} unread in {one.number}" for one in status.owners.partitions),
         "workers": str(len(status.workers)),
         "servers": ", ".join(status.servers) or "none",
         "next batch": explain(status, client.run_settings),
@@ -283,6 +284,21 @@ def run_table(status: RunStatus, client: Client) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _collectors(status: RunStatus) -> str:
+    """Who collects, one a line: which leads, which partitions each owns; and what nobody does."""
+    owners = status.owners
+    names = sorted({*owners.collectors, owners.leader, *(one.owner for one in owners.partitions)} - {""})
+    lines = []
+    for name in names:
+        owned = ", ".join(str(one.number) for one in owners.partitions if one.owner == name) or "none"
+        lines.append(f"{name}: partitions {owned}" + (", leads" if name == owners.leader else ""))
+    if not owners.leader:
+        lines.append("none leads")
+    if owners.unowned:
+        lines.append(f"nobody owns partitions {', '.join(map(str, owners.unowned))}")
+    return "\n".join(lines)
 
 
 def print_run(console: Console | None = None) -> None:

@@ -139,7 +139,7 @@ class BatchGoneError(ForebayError, LookupError):
 
 
 class FencedError(ForebayError, RuntimeError):
-    """This collector lost its lease to another one and may change nothing any more."""
+    """This collector lost a lease, of a partition or of the lead, and may change nothing under it any more."""
 
 
 class RunStoppedError(ForebayError, RuntimeError):

@@ -47,19 +47,22 @@ class GroupTally:
         """Count a group that was decided: accepted where `reason` is None."""
         self.count(group.group_size, len(group.rollouts), reason)
 
-    def count(self, group_size: int, usable: int, reason: str | None) -> None:
-        """Count a group of which this is known: slots asked for, usable ones, and the reason if it was rejected."""
+    def count(self, group_size: int, usable: int, reason: str | None, *, times: int = 1) -> None:
+        """Count a group of which this is known: slots asked for, usable ones, and the reason if it was rejected.
+
+        `times`: so many groups of which the same is known.
+        """
         trainable = usable if reason in _AFTER_ALL_FILTERS else 0
-        self.groups += 1
-        self.target_slots += group_size
-        self.usable_slots += usable
-        self.trainable_slots += trainable
-        self.fully_masked += usable == 0
-        self.singletons += usable == 1
-        self.usable_yield += usable / max(1, group_size)  # 0: a collector of an older release did not say
-        self.trainable_yield += trainable / max(1, group_size)
+        self.groups += times
+        self.target_slots += times * group_size
+        self.usable_slots += times * usable
+        self.trainable_slots += times * trainable
+        self.fully_masked += times * (usable == 0)
+        self.singletons += times * (usable == 1)
+        self.usable_yield += times * usable / max(1, group_size)  # 0: a collector of an older release did not say
+        self.trainable_yield += times * trainable / max(1, group_size)
         if reason is not None:
-            self.rejected[str(reason)] += 1
+            self.rejected[str(reason)] += times
 
     def merge(self, other: GroupTally) -> None:
         """Count what `other` has counted."""

@@ -231,6 +231,10 @@ class RunSettings(_Base):
     lease_s: float = Field(10.0, gt=0.5)
     """A worker that has been silent for this long has lost its slots; they run again elsewhere."""
     collector_lease_s: float = Field(5.0, gt=0.5)
+    """A collector that has been silent for this long has lost the lead and its partitions; others take them."""
+    partitions: int = Field(4, ge=1, le=64)
+    """Of the results: the live collectors share them, so at least as many as there are collectors. It may change in a
+    run; a group stays in the partition that it was given when it was put in the queue."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """A trainer's read that cannot be served before the version moves is an error after this time."""
 

@@ -244,7 +244,8 @@ async def assembled(driver: Driver, reward: float, rules: GroupRules) -> Assembl
         await driver.publish(attempt, 0, reward)
     assembler = Assembler()
     assembler.open(task, rules, 2)
-    found = [assembler.add(entry) for entry in await driver.store.read_results("0", 100, 0.01) if entry.task_id == task]
+    entries = await driver.store.read_results({0: "0"}, 100, 0.01)
+    found = [assembler.add(entry) for entry in entries if entry.task_id == task]
     assert found[-1] is not None
     return found[-1]
 

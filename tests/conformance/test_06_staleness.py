@@ -287,7 +287,7 @@ class TestEarlyCancel:
         assert (doomed, 1, 1) in lost
         assert (fresh, 1, 1) not in lost
         assert await driver.publish((doomed, 1, 1), version=2) == "duplicate"
-        results = [(entry.task_id, entry.sample_idx) for entry in await store.read_results("0", 10, 0.01)]
+        results = [(entry.task_id, entry.sample_idx) for entry in await store.read_results({0: "0"}, 10, 0.01)]
         assert results == [(doomed, 0), (fresh, 0), (doomed, 1)], "it is assembled, to be dumped"
         await driver.commit(doomed)
         status = await driver.check()

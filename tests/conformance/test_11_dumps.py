@@ -250,7 +250,7 @@ class TestRewriting:
         await driver.store.evict_stale(driver.epoch, running_too=True)
         assembler = Assembler()
         assembler.open(task, GroupRules(1), 2)
-        ended = [assembler.add(entry) for entry in await driver.store.read_results("0", 10, 0.01)]
+        ended = [assembler.add(entry) for entry in await driver.store.read_results({0: "0"}, 10, 0.01)]
         (group,) = [one for one in ended if one is not None]
         await committer(driver, dumper).commit(driver.epoch, group)
         for found, folder, reason in await driver.store.evicted_dumps():

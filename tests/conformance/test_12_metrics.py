@@ -18,19 +18,20 @@ from typing import Any
 
 import aiohttp
 import pytest
+from driver import Driver
 from helpers.building import group_of, row
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 from scripted_server import answer
 from services import WORKFLOW, Services, read, services
 
-from forebay import AsyncClient, RunSettings
+from forebay import AsyncClient, RunSettings, Settings
 from forebay.errors import PortInUseError, SettingsError
 from forebay.http_metrics import Listen, MetricsServer, is_loopback
 from forebay.metrics import GroupTally, batch_metrics, scope_metrics
 from forebay.outcomes import RejectReason
 from forebay.store import Store
-from forebay.store.records import RunStatus
+from forebay.store.records import Channel, RunStatus
 from forebay.wire.envelopes import GroupSummary
 from forebay_collector.dump import Dumper
 from forebay_collector.exposition import Exposition
@@ -221,28 +222,51 @@ class TestBatches:
         made, _ = group_of({0: [row([1, 2])] * 5, 1: [row([1, 2])]})
         assert batch_metrics([made], "rollout")["rollout/usable_group_size"] == 2.0
 
-    def test_a_group_counts_into_the_next_cut(self) -> None:
+    async def test_a_group_counts_into_the_next_cut(self, redis_url: str, run_name: str) -> None:
         """12: groups decided since the batch before are in the next; a cut that failed delivers nothing twice."""
+        store = Store.open(Settings(REDIS_URL=SecretStr(redis_url), experiment_name=run_name.split("/", maxsplit=1)[0]))
+        driver = Driver(store)
+        await driver.lead(max_staleness=20)
+        accepted = await driver.finish(2)
+        evaluated, filtered = await driver.submit(1, channel=Channel.EVAL), await driver.submit(1)
+        await driver.admit()
+        for attempt in await driver.claim():
+            await driver.publish(attempt)
+        await driver.commit(evaluated[0])
+        await driver.commit(filtered[0], reason="filtered")
+        assert await store.tally() == {"2:2:": 2, "2:2:filtered": 1}
+        told = await store.tally()
+        (late,) = await driver.finish(1)  # while the cut is under way
+        assert await store.cut(driver.epoch, b"index", [99], None, told) is None
+        assert await store.tally() == {"2:2:": 3, "2:2:filtered": 1}, "a cut that failed has told nothing"
+        assert await store.cut(driver.epoch, b"index", accepted, None, told) is not None
+        assert await store.tally() == {"2:2:": 1}
+        assert await store.cut(driver.epoch, b"index", [late], None, await store.tally()) is not None
+        assert await store.tally() == {}
+        await store.close()
+
+    def test_the_metrics_of_what_was_decided(self) -> None:
+        """12: the tally's groups, and those evicted since the batch before; a cut that failed tells again."""
         metrics = CollectorMetrics(RunSettings(batch_size=2))
         metrics.begin(status(counters={"evicted": 3}))
-        metrics.decided(group(1, 1), None)
-        metrics.decided(group(1), RejectReason.FILTERED)
-        metrics.decided(group(1, is_eval=True), None)
-        first = metrics.of_batch([group(1, 1)], status(counters={"evicted": 5}))
-        assert first["rollout/accepted"] == 1.0
-        metrics.decided(group(1), None)  # while the cut is under way, which fails
-        again = metrics.of_batch([group(1, 1)], status(counters={"evicted": 5}))
-        assert (again["rollout/accepted"], again["rollout/rejected"], again["rollout/evicted"]) == (2.0, 1.0, 2.0)
+        tally = {"2:2:": 2, "2:1:filtered": 1, "4:0:no_usable_slot": 1, "odd": 3}
+        for _ in range(2):
+            found = metrics.of_batch([group(1, 1)], status(counters={"evicted": 5}), tally)
+            assert (found["rollout/accepted"], found["rollout/rejected"], found["rollout/evicted"]) == (2.0, 2.0, 2.0)
+            assert found["rollout/rejected/filtered"] == found["rollout/rejected/no_usable_slot"] == 1.0
+            assert found["rollout/target_slot_count"] == (2 * 2 + 2 + 4) / 4
+            assert found["rollout/usable_slot_count"] == found["rollout/trainable_slot_count"] == (2 * 2 + 1 + 0) / 4
+            assert found["rollout/pre_filter_usable_slot_yield"] == (1 + 1 + 0.5 + 0) / 4
+            assert (found["rollout/fully_masked_group"], found["rollout/singleton_slot_group"]) == (0.25, 0.25)
         metrics.cut([group(1, 1)], status())
-        metrics.decided(group(1), RejectReason.ROWS_LOST)
-        third = metrics.of_batch([group(1, 1)], status(counters={"evicted": 6}))
-        assert (third["rollout/accepted"], third["rollout/rejected"], third["rollout/evicted"]) == (0.0, 1.0, 1.0)
+        last = metrics.of_batch([group(1, 1)], status(counters={"evicted": 6}), {})
+        assert (last["rollout/accepted"], last["rollout/rejected"], last["rollout/evicted"]) == (0.0, 0.0, 1.0)
 
     @pytest.mark.parametrize(("ahead", "cut", "staleness"), [(0, 0, 1), (2, 0, 1), (2, 1, 2), (4, 2, 3)])
     def test_staleness_is_that_of_the_training(self, ahead: int, cut: int, staleness: int) -> None:
         """12, 6: the version at training counts what is handed over or cut ahead of the batch: B = 2, k = 2."""
         metrics = CollectorMetrics(RunSettings(batch_size=2, batches_per_version=2))
-        found = metrics.of_batch([group(1, head=3)], status(version=4, delivered_ahead=ahead, cut_batches=cut))
+        found = metrics.of_batch([group(1, head=3)], status(version=4, delivered_ahead=ahead, cut_batches=cut), {})
         assert found["rollout/staleness/max"] == staleness
 
     async def test_delivered_with_each_batch(self, redis_url: str, run_name: str) -> None:
@@ -318,7 +342,6 @@ class TestPrometheus:
             metrics = CollectorMetrics(RunSettings(), made)
             metrics.decided(group(2, 3, is_eval=True, phases={"judge": 2.0}), None)
             metrics.decided(group(is_eval=True), RejectReason.NO_USABLE_SLOT)
-            assert metrics.of_batch([group(1)], status())["rollout/accepted"] == 0
             told = samples((await made.render()).decode())
         assert told['forebay_groups_decided_total{outcome="accepted",scope="eval-rollout"}'] == 1
         assert told['forebay_groups_decided_total{outcome="no_usable_slot",scope="eval-rollout"}'] == 1
@@ -441,11 +464,10 @@ class TestDocuments:
     def test_with_each_batch(self) -> None:
         """12: the names of a batch that has everything are those of the two tables."""
         metrics = CollectorMetrics(RunSettings())
-        for reason in (None, *RejectReason):
-            metrics.decided(group(1, 1), reason)
+        tally = dict.fromkeys(["2:2:", *(f"2:2:{reason.value}" for reason in RejectReason)], 1)
         full = group(1, 1, phases={"reward": 1.0})
         full.rollouts[0].rows[0].truncated = True
-        emitted = set(metrics.of_batch([full], status()))
+        emitted = set(metrics.of_batch([full], status(), tally))
         listed = table("## With each batch", "## Prometheus")
         patterns = {name: pattern(name) for name in listed}
         short = {name.removeprefix("rollout/") for name in emitted}
@@ -484,8 +506,6 @@ async def _nothing() -> bytes:
 @asynccontextmanager
 async def exposition(redis_url: str, run_name: str) -> AsyncIterator[Exposition]:
     """What a collector of a run would expose."""
-    from forebay import Settings
-
     name = run_name.split("/", maxsplit=1)[0]
     store = Store.open(Settings(REDIS_URL=SecretStr(redis_url), experiment_name=name, redis_timeout_s=1.0))
     yield Exposition(store, Dumper(RunSettings(), run_name))

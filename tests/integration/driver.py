@@ -44,11 +44,18 @@ class Driver:
     epoch: int = 0
     attempts: dict[tuple[int, int], int] = field(default_factory=dict)
     after: str = "0"
+    held: dict[int, int] = field(default_factory=dict)
+    """The epoch of each partition."""
 
     async def lead(self, **settings: object) -> None:
-        """Become the collector and publish the rules."""
+        """Become the only collector, which leads and owns all partitions, and publish the rules.
+
+        One partition, unless they say otherwise.
+        """
         self.epoch = await self.store.lead("collector-1", 60)
-        await self.store.configure(self.epoch, RunSettings(**{"batch_size": 2, "retry_backoff_s": 0, **settings}))  # type: ignore[arg-type]
+        rules = {"batch_size": 2, "retry_backoff_s": 0, "partitions": 1, **settings}
+        await self.store.configure(self.epoch, RunSettings(**rules))  # type: ignore[arg-type]
+        self.held = {one.partition: one.epoch for one in await self.store.hold("collector-1", 60)}
 
     async def submit(self, count: int = 1, size: int = 2, channel: Channel = Channel.BATCHES) -> list[int]:
         """Submit groups: their task ids."""
@@ -94,9 +101,10 @@ class Driver:
         ]
         summary = GroupSummary(task_id, size, rollouts)
         decision = "rejected" if reason else "ready"
+        partition = task_id % len(self.held)
         return await self.store.commit(
-            self.epoch, task_id, decision, reason=reason, summary=summary.pack(), head=summary.head,
-            detail=detail, usable=size,
+            self.held[partition], task_id, decision, reason=reason, summary=summary.pack(), head=summary.head,
+            detail=detail, usable=size, partition=partition,
         )  # fmt: skip
 
     async def finish(self, count: int = 1, version: int = 0, size: int = 2) -> list[int]:

@@ -30,6 +30,8 @@ class EchoWorkflow(RolloutWorkflow):
             await asyncio.sleep(0)
         if action == "empty":
             return {}
+        if action == "slow":
+            await asyncio.sleep(1.0)
         if action == "hang":
             await asyncio.Event().wait()
         response = await engine.agenerate(ModelRequest(rid=uuid.uuid4().hex, input_ids=data["ids"]))

@@ -45,12 +45,15 @@ class Services:
         self.store = Store.open(settings)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._stops: dict[str, tuple[asyncio.Event, asyncio.Task[None], Store]] = {}
+        self.collectors: dict[str, Collector] = {}
+        """Those of this event loop, by the names given here."""
 
-    async def start_collector(self, name: str = "collector") -> None:
-        """Start a collector."""
+    async def start_collector(self, name: str = "collector", **changes: Any) -> None:
+        """Start a collector, under the rules or with changes to them."""
         store = Store.open(self.settings)
-        collector = Collector(store, self.rules)
+        collector = Collector(store, self.rules.model_copy(update=changes))
         await collector.open()
+        self.collectors[name] = collector
         self._start(name, collector.serve, store)
 
     async def start_worker(self, name: str = "worker", *, slots: int = 64, drain_s: float = 1.0) -> None:

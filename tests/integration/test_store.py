@@ -122,7 +122,7 @@ class TestSlots:
         status = await driver.check()
         assert (status.count("slots:usable"), status.count("duplicates")) == (1, 1)
         assert await store.read_rows([first]) == [None], "the loser's rows are gone"
-        assert len(await store.read_results("0", 10, 0.01)) == 1
+        assert len(await store.read_results({0: "0"}, 10, 0.01)) == 1
 
     async def test_late_first_attempt_still_wins_while_open(self, store: Store, driver: Driver) -> None:
         """A superseded attempt that brings the first valid result counts, and cancels its successor."""
@@ -192,7 +192,7 @@ class TestReaper:
         await driver.admit()
         await driver.claim(lease_s=0.001)
         assert await _reap_until(driver, leases=1)
-        (entry,) = await store.read_results("0", 10, 0.01)
+        (entry,) = await store.read_results({0: "0"}, 10, 0.01)
         assert b"w1" in entry.header
         assert b"infra" in entry.header
 
@@ -203,7 +203,7 @@ class TestReaper:
         done, hung = await driver.claim()
         await driver.publish(done)
         assert await _reap_until(driver, groups=1)
-        assert [entry.sample_idx for entry in await store.read_results("0", 10, 0.01)] == [done[1], hung[1]]
+        assert [entry.sample_idx for entry in await store.read_results({0: "0"}, 10, 0.01)] == [done[1], hung[1]]
         assert await driver.publish(hung) == "duplicate", "too late"
         assert await driver.commit(1)
         assert await driver.publish(hung) == "late", "case 9: a late slot never recreates the group"

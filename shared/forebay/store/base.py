@@ -112,4 +112,4 @@ def run_stopped(reason: str) -> RunStoppedError:
 
 def fenced() -> FencedError:
     """The error of a collector whose epoch is old."""
-    return FencedError("another collector has taken the lease of this run; this one stops")
+    return FencedError("the lease has ended, or another collector has taken it: this one changes nothing any more")

@@ -136,10 +136,28 @@ class Keys:
         """Sorted set: arq's queue of slot jobs."""
         return self._key("jobs")
 
+    def results(self, partition: int) -> str:
+        """Stream: headers of the ended slots of one partition's groups, which one collector owns by lease."""
+        return self._key(f"results:{partition}")
+
     @property
-    def results(self) -> str:
-        """Stream: headers of ended slots. ``0`` is the partition; one collector owns it by lease."""
-        return self._key("results:0")
+    def partitions(self) -> str:
+        """Hash: ``epoch:P``, the fencing epoch of partition P, and ``owner:P``, who held its lease last."""
+        return self._key("partitions")
+
+    def partition_lease(self, partition: int) -> str:
+        """String with expiry: the owner of a partition of the results."""
+        return self._key(f"lease:results:{partition}")
+
+    @property
+    def collectors(self) -> str:
+        """Sorted set: collectors by the server time, ms, of their last heart-beat."""
+        return self._key("collectors")
+
+    @property
+    def tally(self) -> str:
+        """Hash: ``slots:usable slots:reason`` -> groups that were decided so since the last cut."""
+        return self._key("tally")
 
     @property
     def batches(self) -> str:
@@ -183,7 +201,7 @@ class Keys:
 
     @property
     def collector(self) -> str:
-        """String with expiry: the owner of the collector lease."""
+        """String with expiry: the collector that leads."""
         return self._key("lease:collector")
 
     @property

@@ -1,4 +1,4 @@
-"""The collector's transitions; all that change something carry its epoch."""
+"""The transitions of the collector that leads; all that change something carry its epoch."""
 
 from __future__ import annotations
 
@@ -6,38 +6,30 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgpack
+
 from forebay.outcomes import FailureKind
 from forebay.settings import RunSettings
-from forebay.store.base import MAX_REASON, MAX_SAMPLE, StoreBase, block_ms, fenced, paired
-from forebay.store.records import CutRule, ResultEntry
+from forebay.store.base import MAX_REASON, MAX_SAMPLE, StoreBase, fenced, paired
+from forebay.store.records import CutRule
 
-__all__ = ["CollectorCalls"]
+__all__ = ["LeaderCalls"]
 
 _TASK = re.compile(rb"[0-9]{1,18}")
 
 
-def _result(entry: str, fields: Mapping[bytes, bytes]) -> ResultEntry:
-    task, idx, header = fields.get(b"t"), fields.get(b"i"), fields.get(b"h")
-    if task is None or idx is None or header is None:
-        have = ", ".join(sorted(repr(name[:20])[1:] for name in fields)[:8])
-        return ResultEntry(entry, -1, -1, b" ".join(fields.values()), f"it has the fields {have}; expected t, i and h")
-    if not _TASK.fullmatch(task) or not _TASK.fullmatch(idx):
-        return ResultEntry(entry, -1, -1, header, f"it is of slot {idx[:20]!r} of group {task[:20]!r}")
-    return ResultEntry(entry, int(task), int(idx), header)
-
-
-class CollectorCalls(StoreBase):
-    """What a collector does."""
+class LeaderCalls(StoreBase):
+    """The duties that one collector has at a time."""
 
     async def lead(self, owner: str, lease_s: float) -> int:
-        """Take or renew the collector lease: the fencing epoch, or 0 if another collector holds it."""
+        """Take or renew the lease of the leader: its fencing epoch, or 0 if another collector holds it."""
         return int(await self._run("lead", owner, int(lease_s * 1000)))
 
-    async def resign(self, owner: str) -> None:
-        """Give the collector lease up, if `owner` holds it."""
-        (holder,) = await self._ask(("GET", self.keys.collector))
-        if holder == owner.encode():
-            await self._ask(("DEL", self.keys.collector))
+    async def check_lead(self, epoch: int) -> None:
+        """Raise FencedError unless `epoch` is that of the lead."""
+        (current,) = await self._ask(("HGET", self.keys.state, "epoch"))
+        if current != b"%d" % epoch:
+            raise fenced()
 
     async def configure(self, epoch: int, settings: RunSettings) -> None:
         """Publish the run's rules. Raises FencedError."""
@@ -45,6 +37,8 @@ class CollectorCalls(StoreBase):
             "B": settings.batch_size,
             "k": settings.batches_per_version,
             "s": settings.max_staleness,
+            "P": settings.partitions,
+            "collector_lease_ms": int(settings.collector_lease_s * 1000),
             "max_concurrent": settings.max_concurrent,
             "max_queued": settings.max_queued_groups,
             "max_direct": settings.max_concurrent_direct,
@@ -68,67 +62,6 @@ class CollectorCalls(StoreBase):
         flat = [part for item in fields.items() for part in item]
         if not await self._run("configure", epoch, settings.model_dump_json(), *flat):
             raise fenced()
-
-    async def read_results(self, after: str, count: int, block_s: float) -> list[ResultEntry]:
-        """Entries of the results stream after entry `after` (``"0"``: from the start), waiting up to `block_s`.
-
-        Entries stay in the stream until their group is committed, so a new collector begins at the start. One that is
-        no slot's result has a `fault`.
-        """
-        read = await self._ride(
-            lambda: self._redis.xread({self.keys.results: after}, count=count, block=block_ms(block_s))
-        )
-        if not read:
-            return []
-        return [_result(entry.decode(), fields) for entry, fields in read[0][1]]
-
-    async def set_aside_result(self, epoch: int, entry: ResultEntry, reason: str) -> bool:
-        """Take an entry that is no slot's result out of the stream: whether it was there. Raises FencedError."""
-        return await self._set_aside(epoch, "results:0", entry.entry_id, "results", reason, entry.header)
-
-    async def note_unreadable(self, epoch: int, name: str, where: str, reason: str, sample: bytes) -> bool:
-        """Record that `name` could not be read, once. Raises FencedError."""
-        return await self._set_aside(epoch, "", name, where, reason, sample)
-
-    async def _set_aside(self, epoch: int, stream: str, name: str, where: str, reason: str, sample: bytes) -> bool:
-        answer = await self._run(
-            "set_aside", epoch, stream, name, f"{where}:{name}", where, reason[:MAX_REASON], sample[:MAX_SAMPLE]
-        )
-        if answer == -1:
-            raise fenced()
-        return bool(answer == 1)
-
-    async def foreign_results(self, task_id: int, entries: Mapping[int, str]) -> list[int]:
-        """Of the result entries that a group was put together from, by slot: the slots whose own entry it is not."""
-        slots = sorted(entries)
-        (own,) = await self._ask(("HMGET", self.keys.group(task_id), *(f"e{idx}" for idx in slots)))
-        return [idx for idx, entry in zip(slots, own, strict=True) if entry != entries[idx].encode()]
-
-    async def group_rules(self, task_id: int) -> tuple[bytes, int, int | None] | None:
-        """``(rules, group size, parent)`` of a running group; None of one that has ended."""
-        ((state, rules, size, parent),) = await self._ask(
-            ("HMGET", self.keys.group(task_id), "st", "rules", "n", "parent")
-        )
-        return (rules, int(size), int(parent) if parent else None) if state == b"running" else None
-
-    async def commit(
-        self, epoch: int, task_id: int, decision: str, *, reason: str = "", summary: bytes = b"", head: int = -1,
-        dump_folder: str = "", detail: str = "", usable: int = 0, entries: Sequence[str] = (),
-    ) -> bool | None:  # fmt: skip
-        """Record the decision (ready, rejected, evicted) on a group; False: it had ended before.
-
-        `usable` is how many of its slots are: what is known of it once it was rejected. With `entries`, the result
-        entry of each slot that the decision rests on: None, and nothing has changed, where one of them is not the
-        slot's own.
-
-        Raises FencedError.
-        """
-        answer = await self._run(
-            "commit", epoch, task_id, decision, reason, summary, head, dump_folder, detail, usable, *entries
-        )
-        if answer == b"fenced":
-            raise fenced()
-        return None if answer == b"foreign" else bool(answer == b"done")
 
     async def ready(self, most: int) -> list[tuple[int, bytes]]:
         """The oldest ready groups with their summaries."""
@@ -161,13 +94,15 @@ class CollectorCalls(StoreBase):
         return [int(task) for task in await self._run("evict", epoch, int(running_too))]
 
     async def cut(
-        self, epoch: int, index: bytes, task_ids: Sequence[int], rewards: Mapping[int, bytes] | None = None
-    ) -> int | None:
+        self, epoch: int, index: bytes, task_ids: Sequence[int], rewards: Mapping[int, bytes] | None = None,
+        told: Mapping[str, int] | None = None,
+    ) -> int | None:  # fmt: skip
         """Cut a batch of `task_ids`: its id, or None if one of them is not ready or was evicted. Raises FencedError.
 
-        `rewards` has the packed summaries of those that this batch normalizes: their dumps are rewritten.
+        `rewards` has the packed summaries of those that this batch normalizes: their dumps are rewritten. `told` is
+        what its metrics tell of :meth:`tally`, which the next batch does not tell again.
         """
-        answer = await self._run("cut", epoch, index, *paired(task_ids, rewards))
+        answer = await self._run("cut", epoch, index, msgpack.packb(told) if told else b"", *paired(task_ids, rewards))
         if answer[0] == b"fenced":
             raise fenced()
         return int(answer[1]) if answer[0] == b"cut" else None
@@ -184,6 +119,11 @@ class CollectorCalls(StoreBase):
         )
         ended, dynamic, settled = state
         return CutRule(int(ready), bool(ended) and queued + running == 0, dynamic == b"1", int(settled or 0))
+
+    async def tally(self) -> dict[str, int]:
+        """Groups that were decided and that no batch has told of: how many, by ``slots:usable slots:reason``."""
+        (fields,) = await self._ask(("HGETALL", self.keys.tally))
+        return {name.decode(errors="replace"): int(count) for name, count in fields.items()}
 
     async def set_dynamic(self, dynamic: bool) -> None:
         """Whether batches are cut once accepted and rejected groups reach the batch size."""

@@ -9,8 +9,20 @@ from typing import Any
 
 from forebay.errors import ConsumerError
 
-__all__ = ["BatchEntry", "Channel", "Collected", "Cursor", "CutRule", "Lease", "ResultEntry", "RunStatus", "Taken"]
-
+__all__ = [
+    "BatchEntry",
+    "Channel",
+    "Collected",
+    "Cursor",
+    "CutRule",
+    "Held",
+    "Lease",
+    "Owners",
+    "PartitionOwner",
+    "ResultEntry",
+    "RunStatus",
+    "Taken",
+]
 
 _CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_WORLD_SIZE = 65_536
@@ -50,6 +62,8 @@ class ResultEntry:
     header: bytes
     fault: str = ""
     """Why it is no slot's result."""
+    partition: int = 0
+    """Of the results: the stream that it is in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +154,44 @@ class CutRule:
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A partition of the results that a collector owns."""
+
+    partition: int
+    epoch: int
+    """Fences whoever owned it before."""
+    surplus: bool
+    """It is more than this collector's share: another one waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionOwner:
+    """A partition of the results that needs an owner."""
+
+    number: int
+    owner: str
+    """The collector that holds its lease; "" where none does."""
+    unread: int
+    """Results of groups that have not ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Who collects, at one instant."""
+
+    leader: str
+    """The collector that leads; "" where none does."""
+    collectors: tuple[str, ...]
+    """Those whose heart-beat is younger than their lease."""
+    partitions: tuple[PartitionOwner, ...]
+
+    @property
+    def unowned(self) -> tuple[int, ...]:
+        """The partitions that nobody owns."""
+        return tuple(one.number for one in self.partitions if not one.owner)
+
+
+@dataclass(frozen=True, slots=True)
 class RunStatus:
     """Where the groups of the run are, at one instant."""
 
@@ -165,6 +217,8 @@ class RunStatus:
     """Why the run has stopped itself; None: it has not."""
     cut_batches: int = 0
     """Batches that nobody has read yet; a partial one counts whole where versions are counted."""
+    owners: Owners = Owners("", (), ())
+    """Who collects."""
 
     @property
     def in_flight(self) -> int:

@@ -23,8 +23,9 @@ from pydantic import ValidationError
 from forebay.errors import FrameError, RunNotReadyError
 from forebay.settings import RunSettings
 from forebay.store.base import run_stopped
-from forebay.store.leading import CollectorCalls
+from forebay.store.leading import LeaderCalls
 from forebay.store.ledgers import LedgerCalls
+from forebay.store.owning import OwnerCalls
 from forebay.store.producing import ProducerCalls
 from forebay.store.records import RunStatus
 from forebay.store.training import TrainerCalls
@@ -34,7 +35,7 @@ from forebay.wire.values import unpack
 __all__ = ["Store", "run_stopped"]
 
 
-class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCalls):
+class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LedgerCalls):
     """The state of one run: what each role does (the bases), and what everybody may ask."""
 
     async def run_settings(self) -> RunSettings | None:
@@ -52,7 +53,7 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
             ) from None
 
     async def collector_alive(self) -> bool:
-        """Whether a collector holds the lease."""
+        """Whether a collector leads."""
         (alive,) = await self._ask(("EXISTS", self.keys.collector))
         return bool(alive)
 
@@ -74,7 +75,7 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
         return sorted(url.decode(errors="replace") for url in found)
 
     async def status(self, *, live_within_s: float = 15.0) -> RunStatus:
-        """One consistent look at the run."""
+        """One consistent look at the run; who collects is looked at beside it."""
         keys = self.keys
 
         async def ask() -> list[Any]:
@@ -143,6 +144,7 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
             held=held,
             stopped=state[b"stopped"].decode(errors="replace") if b"stopped" in state else None,
             cut_batches=_int(number.get("cut_batches"), 0),
+            owners=await self.owners(),
         )
 
     async def wait_for_settings(self, timeout_s: float, pause: Callable[[float], Awaitable[None]]) -> RunSettings:

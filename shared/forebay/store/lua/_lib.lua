@@ -77,9 +77,12 @@ local function spare_after_silence(now, lease)
   end
 end
 
+-- The results of a group go to the partition that it was given when it was put in the queue.
+local function partition_of(task) return call('HGET', group_key(task), 'p') or '0' end
+
 -- Records the one outcome of a slot.
 local function settle(task, idx, attempt, header)
-  local entry = call('XADD', key('results:0'), '*', 't', task, 'i', idx, 'h', header)
+  local entry = call('XADD', key('results:' .. partition_of(task)), '*', 't', task, 'i', idx, 'h', header)
   call('HSET', group_key(task), 'd' .. idx, attempt, 'e' .. idx, entry)
 end
 
@@ -265,7 +268,8 @@ end
 
 local function put_in_queue(spec, rules, size, direct, ...)
   local task = call('HINCRBY', STATE, 'task_seq', 1)
-  call('HSET', group_key(task), 'st', 'queued', 'n', size, 'spec', spec, 'rules', rules, 'ch', direct, 'at', now_ms(), ...)
+  call('HSET', group_key(task), 'st', 'queued', 'n', size, 'spec', spec, 'rules', rules, 'ch', direct, 'at', now_ms(),
+    'p', task % number('P', 1), ...)
   call('XADD', key(direct == '' and 'prompts' or 'prompts:direct'), '*', 't', task)
   wake('admission')
   return task

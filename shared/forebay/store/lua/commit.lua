@@ -1,20 +1,22 @@
 -- Records the collector's decision on an assembled group, with its counters and the removal of its result entries.
--- ARGV: epoch, task, 'ready' | 'rejected', reason, summary, head version, dump folder, detail, usable slots, and the id of
--- the result entry that each slot was taken from, or nothing.
+-- uses _partitions
+-- ARGV: epoch of the partition, task, 'ready' | 'rejected', reason, summary, head version, dump folder, detail, usable
+-- slots, partition, and the id of the result entry that each slot was taken from, or nothing.
 -- A group that is stale already is evicted here. Returns 'done', 'evicted' (it was cancelled while it ran), 'noop' (it is
 -- not running any more), 'foreign' (one of the entries is not the slot's own: nothing has changed) or 'fenced'.
-local epoch, task, decision, reason = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
-if fenced(epoch) then return 'fenced' end
+local epoch, task, decision, reason, partition = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[10]
+if partition_fenced(partition, epoch) then return 'fenced' end
 local g = group_key(task)
 if call('HGET', g, 'st') ~= 'running' then return 'noop' end
+if partition_of(task) ~= partition then return 'foreign' end
 local n, direct = tonumber(call('HGET', g, 'n')), call('HGET', g, 'ch')
 for idx = 0, n - 1 do
-  if ARGV[10 + idx] and ARGV[10 + idx] ~= call('HGET', g, 'e' .. idx) then return 'foreign' end
+  if ARGV[11 + idx] and ARGV[11 + idx] ~= call('HGET', g, 'e' .. idx) then return 'foreign' end
 end
 for idx = 0, n - 1 do
   if call('HEXISTS', g, 'd' .. idx) == 0 then return 'noop' end -- a slot is still open: nothing can be decided
 end
-for idx = 0, n - 1 do call('XDEL', key('results:0'), call('HGET', g, 'e' .. idx)) end
+for idx = 0, n - 1 do call('XDEL', key('results:' .. partition), call('HGET', g, 'e' .. idx)) end
 call('SREM', key('running'), task)
 call('SREM', key('running:direct'), task)
 call('ZREM', key('deadlines'), task)
@@ -33,7 +35,10 @@ end
 if call('HEXISTS', g, 'cancelled') == 1 then -- whatever was decided on what it has
   evict(task, version_at_training(cut_ahead()), 'cancelled')
   return 'evicted'
-elseif decision == 'ready' then
+end
+-- What the next batch tells of the groups that were decided before it, whichever collector decided on them.
+if direct ~= 'eval' then call('HINCRBY', key('tally'), n .. ':' .. ARGV[9] .. ':' .. reason, 1) end
+if decision == 'ready' then
   if number('max_requeues', 0) == 0 or direct ~= '' then call('HDEL', g, 'spec', 'rules') end
   call('HSET', g, 'sum', ARGV[5], 'head', ARGV[6])
   end_row('groups')

@@ -7,6 +7,8 @@ for at = 3, #ARGV, 2 do call('HSET', STATE, ARGV[at], ARGV[at + 1]) end
 if size > 0 and size ~= number('B', 1) then
   call('HSET', STATE, 'ahead', math.ceil(number('ahead', 0) / size) * number('B', 1))
 end
+-- Groups stay in the partition that they were given, whatever their number becomes.
+call('HSET', STATE, 'P_max', math.max(number('P', 1), number('P_max', 1)))
 call('HSETNX', STATE, 'version', 0)
 redis.pcall('XGROUP', 'CREATE', key('prompts'), 'admission', '0', 'MKSTREAM') -- an error: it exists
 redis.pcall('XGROUP', 'CREATE', key('prompts:direct'), 'admission', '0', 'MKSTREAM')
