@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from forebay.errors import FrameError, RunNotReadyError
 from forebay.settings import RunSettings
 from forebay.store.base import run_stopped
+from forebay.store.bounds import bounds_of
 from forebay.store.leading import CollectorCalls
 from forebay.store.ledgers import LedgerCalls
 from forebay.store.producing import ProducerCalls
@@ -94,6 +95,7 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
             pipe.xlen(keys.prompts_direct)
             pipe.scard(keys.running_direct)
             pipe.zcard(keys.held)
+            pipe.xlen(keys.results)
             pipe.time()
             return await pipe.execute()
 
@@ -113,6 +115,7 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
             direct_queued,
             direct_running,
             held,
+            unread,
             clock,
         ) = await self._ride(ask)
         now_ms = clock[0] * 1000 + clock[1] // 1000
@@ -143,6 +146,16 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
             held=held,
             stopped=state[b"stopped"].decode(errors="replace") if b"stopped" in state else None,
             cut_batches=_int(number.get("cut_batches"), 0),
+            bounds=bounds_of(
+                {name: _int(value, 0) for name, value in number.items()},
+                queued=queued,
+                direct_queued=direct_queued,
+                running=running,
+                direct_running=direct_running,
+                unread=unread,
+                open_slots=jobs + leased,
+                memory=await self.memory(),
+            ),
         )
 
     async def wait_for_settings(self, timeout_s: float, pause: Callable[[float], Awaitable[None]]) -> RunSettings:
