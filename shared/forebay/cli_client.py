@@ -278,6 +278,7 @@ def run_table(status: RunStatus, client: Client) -> Table:
         "collector": "alive" if status.collector_alive else "none",
         "workers": str(len(status.workers)),
         "servers": ", ".join(status.servers) or "none",
+        "bounds": ", ".join(str(bound) for bound in status.bounds if bound.used or bound.reached) or "far from any",
         "next batch": explain(status, client.run_settings),
     }
     for name, value in rows.items():

@@ -85,11 +85,16 @@ class StoreBase:
     async def memory(self) -> Memory | None:
         """What the server says of its memory; None where it does not say (a user without INFO)."""
 
+        return memory_of(await self.answer("INFO", "memory"))
+
+    async def answer(self, *command: str) -> Any:
+        """The server's answer to a question about itself; an exception where it refuses to say."""
+
         async def ask() -> list[Any]:
-            return await self._pipeliner.send(("INFO", "memory"))
+            return await self._pipeliner.send(command)
 
         (answer,) = await self._ride(ask)
-        return memory_of(answer)
+        return answer
 
     async def _run(self, name: str, *args: Any, before: tuple[Any, ...] | None = None, always: bool = False) -> Any:
         """Run script `name`, with the command `before` ahead of it in the same breath.

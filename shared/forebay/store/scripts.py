@@ -2,11 +2,11 @@
 
 ``_lib.lua`` comes before each of them, a further library before those whose comments say ``uses _NAME``.
 
-A server that has no memory left (``maxmemory``, policy noeviction) refuses a script before its first command, or lets it
-run to its end, as its ``#!lua`` line says. Without that line it would depend on the order of its writes: a script passes
-whose first write frees something. Refused are the scripts that begin something new, whose comments say so: ``Refused
-when memory is short``. All others may run then, since they free memory (acks, commits, hand-overs), or keep what is
-there (heart-beats, leases).
+A server that has no memory left (``maxmemory``, policy noeviction) refuses a script before its first command, or lets
+it run to its end, as its ``#!lua`` line says. Without that line it would depend on the order of its writes: a script
+passes whose first write frees something. Refused are the scripts that begin something new, whose comments say so:
+``Refused when memory is short``. All others may run then, since they free memory (acks, commits, hand-overs), or keep
+what is there (heart-beats, leases).
 """
 
 from __future__ import annotations

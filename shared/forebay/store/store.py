@@ -59,9 +59,10 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
 
     async def add_servers(self, urls: Iterable[str]) -> None:
         """Add inference servers to the registry."""
-        names = [url.rstrip("/") for url in urls]
-        if names:
-            await self._ask(("SADD", self.keys.servers, *names))
+        names = {url.rstrip("/") for url in urls}
+        # A worker that comes back finds its servers there, and needs no memory for them.
+        if missing := sorted(names.difference(await self.servers() if names else ())):
+            await self._ask(("SADD", self.keys.servers, *missing))
 
     async def remove_servers(self, urls: Iterable[str]) -> None:
         """Take inference servers out of the registry."""
@@ -187,5 +188,7 @@ def _about(text: bytes) -> dict[str, Any]:
             raise FrameError(f"a worker said a {type(about).__name__} of itself")
     except FrameError as error:
         return {"unreadable": str(error)}
-    numbers = {name: about[name] if type(about[name]) is int else 0 for name in ("busy", "slots") if name in about}
+    numbers = {
+        name: about[name] if type(about[name]) is int else 0 for name in ("busy", "slots", "held") if name in about
+    }
     return {**{str(name): value for name, value in about.items()}, **numbers}

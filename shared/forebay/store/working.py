@@ -93,7 +93,5 @@ class WorkerCalls(StoreBase):
 
     async def first_keys(self, workflow: str, keys: Iterable[str]) -> frozenset[str]:
         """The key set of the first tensor result of `workflow` in the run: `keys`, if there was none before."""
-        mine = msgpack.packb(sorted(keys))
-        name = self.keys.first_keys
-        _, first = await self._ask(("HSETNX", name, workflow, mine), ("HGET", name, workflow))
+        first = await self._run("first_keys", workflow, msgpack.packb(sorted(keys)))
         return frozenset(msgpack.unpackb(first))
