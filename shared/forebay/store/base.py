@@ -84,7 +84,6 @@ class StoreBase:
 
     async def memory(self) -> Memory | None:
         """What the server says of its memory; None where it does not say (a user without INFO)."""
-
         return memory_of(await self.answer("INFO", "memory"))
 
     async def answer(self, *command: str) -> Any:

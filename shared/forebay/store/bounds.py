@@ -46,11 +46,13 @@ class Bound:
     in_bytes: bool = False
     expected: int = 0
     """What it will be once that which runs has ended, where this counts too."""
+    stops: bool = False
+    """It is what has stopped admission."""
 
     @property
     def reached(self) -> bool:
         """Whether something is stopped by it now."""
-        return 0 < self.limit <= max(self.used, self.expected)
+        return self.stops or 0 < self.limit <= self.used
 
     def __str__(self) -> str:
         """``NAME USED (EXPECTED with what runs) of LIMIT``."""
@@ -61,14 +63,13 @@ class Bound:
 
 FIRST_SLOT_BYTES = 65_536
 """What a slot is taken to bring before the first has, as in ``lua/_bounds.lua``."""
-_STARTING = frozenset({"rows_bytes", "unread_results"})
 _NO_NEW_GROUP = "no group is started but those of the next batch"
 _NO_SUBMIT = "submit is refused"
 
 
 def bounds_of(
     number: Mapping[str, int], *, queued: int, direct_queued: int, running: int, direct_running: int, unread: int,
-    open_slots: int, memory: Memory | None,
+    open_slots: int, held_by: str, memory: Memory | None,
 ) -> tuple[Bound, ...]:  # fmt: skip
     """The bounds of a run whose state has these numbers."""
 
@@ -89,9 +90,11 @@ def bounds_of(
         Bound(
             "direct_running_groups", direct_running, of("max_direct"), "max_concurrent_direct", "no group is started"
         ),
-        Bound("rows_bytes", rows, of("max_rows"), "max_stored_bytes", _NO_NEW_GROUP, True, expected),
+        Bound("rows_bytes", rows, of("max_rows"), "max_stored_bytes", _NO_NEW_GROUP, True, expected,
+              held_by == "rows_bytes"),
         Bound("retained_bytes", of("kept_bytes"), of("retain_bytes"), "max_retained_bytes", "the oldest go", True),
-        Bound("unread_results", unread, of("max_unread"), "max_unread_results", "no group is started"),
+        Bound("unread_results", unread, of("max_unread"), "max_unread_results", "no group is started",
+              stops=held_by == "unread_results"),
         Bound("unread_results_bytes", of("results_bytes"), 0, "max_unread_results", "", True),
     ]  # fmt: skip
     if memory is not None:
@@ -103,9 +106,10 @@ def bounds_of(
 def held_back(bounds: Sequence[Bound]) -> str:
     """What keeps queued groups from being started, and how to let them; "" where nothing of this kind does."""
     return "; ".join(
-        f"at its bound: {bound}, so {bound.then} (raise {bound.setting}, or acknowledge batches)"
+        f"at its bound: {bound}, so {bound.then} ({'acknowledge batches' if bound.in_bytes else 'the collector has to commit them'}, or raise "
+        f"{bound.setting})"
         for bound in bounds
-        if bound.name in _STARTING and bound.reached
+        if bound.stops
     )
 
 

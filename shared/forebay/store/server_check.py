@@ -36,8 +36,8 @@ async def check_server(store: StoreBase) -> None:
                 else "groups and their rows would vanish in silence"
             )
             raise SettingsError(
-                f"Redis has maxmemory-policy={memory.policy} with maxmemory={memory.maximum}: it drops {which} when its "
-                f"memory is full, and {ours}; set maxmemory-policy noeviction, with which it refuses to write, and "
+                f"Redis has maxmemory-policy={memory.policy} with maxmemory={memory.maximum}: it drops {which} when "
+                f"its memory is full, and {ours}; set maxmemory-policy noeviction, with which it refuses to write, and "
                 "workers and producers wait"
             )
         log.warning(

@@ -155,6 +155,7 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
                 direct_running=direct_running,
                 unread=unread,
                 open_slots=jobs + leased,
+                held_by=number.get("held_by", b"").decode(errors="replace"),
                 memory=await self.memory(),
             ),
         )

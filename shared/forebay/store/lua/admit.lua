@@ -35,15 +35,31 @@ end
 -- Groups start while there is room for their results. `needed` of them do although there is none for their rows: those
 -- that the next batch is made of, or somebody waits for. Without them nothing would free any.
 local max_rows, expected, slot = number('max_rows', 0), expected_rows(), slot_bytes()
+local held_by = ''
 
-local function room_for_more(started, needed)
-  return not results_full() and (max_rows == 0 or expected < max_rows or started < needed)
+-- What the next group of the stream will bring.
+local function next_bytes(stream)
+  local entry = call('XRANGE', key(stream), '-', '+', 'COUNT', 1)[1]
+  local task = entry and named(entry[2]).t
+  local size = task and redis.pcall('HGET', group_key(task), 'n')
+  return (type(size) == 'string' and tonumber(size) or 1) * slot
+end
+
+local function room_for_more(stream, started, needed)
+  if results_full() then
+    held_by = 'unread_results'
+  elseif max_rows > 0 and started >= needed and expected + next_bytes(stream) > max_rows then
+    held_by = 'rows_bytes'
+  else
+    return true
+  end
+  return false
 end
 
 local function start(stream, running, want, needed)
   local now, started = now_ms(), 0
   for _ = 1, want do
-    if not room_for_more(started, needed) then break end
+    if not room_for_more(stream, started, needed) then break end
     local read = call('XREADGROUP', 'GROUP', 'admission', 'script', 'COUNT', 1, 'STREAMS', key(stream), '>')
     if not read then
       if call('XLEN', key(stream)) == 0 then call('HDEL', STATE, queued_bytes(stream == 'prompts' and '' or 'direct')) end
@@ -80,5 +96,6 @@ local started = start('prompts', 'running', math.min(left, most), needed)
 local direct_running = call('SCARD', key('running:direct'))
 local direct_left = number('max_direct', 0) - direct_running
 local direct = start('prompts:direct', 'running:direct', math.min(direct_left, most), size - direct_running)
+if (call('HGET', STATE, 'held_by') or '') ~= held_by then call('HSET', STATE, 'held_by', held_by) end
 if started + direct > 0 then wake('jobs') end
 return {started + direct, left - started}
