@@ -105,12 +105,12 @@ def bounds_of(
 
 def held_back(bounds: Sequence[Bound]) -> str:
     """What keeps queued groups from being started, and how to let them; "" where nothing of this kind does."""
-    return "; ".join(
-        f"at its bound: {bound}, so {bound.then} ({'acknowledge batches' if bound.in_bytes else 'the collector has to commit them'}, or raise "
-        f"{bound.setting})"
-        for bound in bounds
-        if bound.stops
-    )
+    texts = []
+    for bound in bounds:
+        if bound.stops:
+            first = "acknowledge batches" if bound.in_bytes else "the collector has to commit them"
+            texts.append(f"at its bound: {bound}, so {bound.then} ({first}, or raise {bound.setting})")
+    return "; ".join(texts)
 
 
 def out_of_memory(bounds: Sequence[Bound]) -> str:

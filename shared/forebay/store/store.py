@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from pydantic import ValidationError
+from redis.exceptions import OutOfMemoryError
 
 from forebay.errors import FrameError, RunNotReadyError
 from forebay.settings import RunSettings
@@ -76,11 +77,11 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
         return sorted(url.decode(errors="replace") for url in found)
 
     async def status(self, *, live_within_s: float = 15.0) -> RunStatus:
-        """One consistent look at the run."""
+        """One consistent look at the run; while Redis has no memory left, one that is not quite of one instant."""
         keys = self.keys
 
-        async def ask() -> list[Any]:
-            pipe = self._redis.pipeline(transaction=True)
+        async def ask(transaction: bool = True) -> list[Any]:
+            pipe = self._redis.pipeline(transaction=transaction)
             pipe.hgetall(keys.state)
             pipe.hgetall(keys.counters)
             pipe.xlen(keys.prompts)
@@ -98,7 +99,10 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
             pipe.zcard(keys.held)
             pipe.xlen(keys.results)
             pipe.time()
-            return await pipe.execute()
+            try:
+                return await pipe.execute()
+            except OutOfMemoryError:  # a server may refuse to keep even reads for a transaction then
+                return await ask(transaction=False)
 
         (
             state,
