@@ -332,7 +332,7 @@ class TestProcesses:
                 await look()
                 try:
                     for _ in range(20):
-                        await client.submit({"tokens": 10_000}, WORKFLOW, {}, group_size=2)
+                        await client.submit({"tokens": 7_000}, WORKFLOW, {}, group_size=2)
                         submitted += 1
                 except QueueFullError:
                     status = await client.status()

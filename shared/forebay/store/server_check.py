@@ -45,7 +45,7 @@ async def check_server(store: StoreBase) -> None:
             policy=memory.policy,
             reason="it drops keys as soon as somebody sets maxmemory; set maxmemory-policy noeviction",
         )
-    if weak := _weakness(await store.answer("INFO", "persistence"), await store.answer("CONFIG", "GET", "appendfsync")):
+    if weak := _weakness(await store.answer("INFO", "persistence"), await store.answer("CONFIG GET", "appendfsync")):
         log.warning("redis.may_forget", reason=weak)
 
 
