@@ -11,24 +11,31 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import redis as redis_py
 import redis_servers
 from aiohttp import web
 from conditions import eventually
 from driver import Driver, a_row, reap_until
+from scripted_server import fast_settings
 from services import Services, read, services
 from structlog.testing import capture_logs
 
 from forebay import AsyncClient, Settings
 from forebay.batches import explain
 from forebay.errors import QueueFullError, SettingsError, StoreFullError
+from forebay.http_metrics import Listen
 from forebay.outcomes import FailureKind
 from forebay.settings import RunSettings
 from forebay.store import Store
 from forebay.store.server_check import check_server
 from forebay.wire.codec import encode_rows
+from forebay_collector.dump import Dumper
+from forebay_collector.exposition import Exposition
 from forebay_ops.embedded_redis import path_binary, wheel_binary
+from forebay_workers.service import Worker
+from forebay_workers.settings import WorkerSettings
 
 WORKFLOW = "bounds_workflows.LargeWorkflow"
 SHORT = 500_000
@@ -257,6 +264,45 @@ class TestPipeline:
                 0,
                 4,
             )
+
+    async def test_metrics_tell(self, own_redis: str, run_name: str) -> None:
+        """12, case 42: a worker tells what it holds and how full its pools are, a collector tells each bound."""
+        async with services(own_redis, run_name, worker=False) as (running, client):
+            await running.kill("worker")
+            store = Store.open(running.settings)
+            settings = WorkerSettings(max_http_connections=3, max_reward_processes=2)
+            worker = Worker(store, running.settings, running.rules, fast_settings(), settings, Listen(0))
+            stop = asyncio.Event()
+            task = asyncio.create_task(worker.serve(stop))
+            await four_answers_while_memory_is_short(running, client, own_redis)
+
+            async def scraped() -> str:
+                assert worker._metrics is not None
+                async with aiohttp.ClientSession() as session, session.get(worker._metrics.url) as reply:
+                    return await reply.text()
+
+            async def all_held() -> bool:
+                return "forebay_worker_results_held 4.0" in await scraped()
+
+            await until(all_held, "four results to be held")
+            text = await scraped()
+            assert 'forebay_worker_pool_limit{pool="aiohttp"} 3.0' in text
+            assert 'forebay_worker_pool_limit{pool="rewards"} 2.0' in text
+            assert 'forebay_worker_pool_used{pool="servers"} 0.0' in text
+            exposition = Exposition(running.store, Dumper(running.rules, run_name))
+
+            async def told() -> bool:
+                return "forebay_fleet_results_held 4.0" in (await exposition.render()).decode()
+
+            await until(told, "the worker to say so")
+            text = (await exposition.render()).decode()
+            assert 'forebay_bound_limit{bound="redis_memory_bytes"} 500000.0' in text
+            assert 'forebay_bound_used{bound="running_groups"} 2.0' in text
+            bound_memory(own_redis, 0)
+            await read(client, 1)
+            stop.set()
+            await task
+            await store.close()
 
     async def test_a_drain_hands_back_what_is_held(self, own_redis: str, run_name: str) -> None:
         """Case 42: a worker that ends while memory is short gives its attempts back; no budget is touched."""
