@@ -7,9 +7,10 @@ was refused is done later, and nothing is lost, doubled or counted as a failure.
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -18,12 +19,14 @@ import redis_servers
 from aiohttp import web
 from conditions import eventually
 from driver import Driver, a_row, reap_until
+from rich.console import Console
 from scripted_server import fast_settings
 from services import Services, read, services
 from structlog.testing import capture_logs
 
-from forebay import AsyncClient, Settings
+from forebay import AsyncClient, Client, Settings
 from forebay.batches import explain
+from forebay.cli_client import run_table
 from forebay.errors import QueueFullError, SettingsError, StoreFullError
 from forebay.http_metrics import Listen
 from forebay.outcomes import FailureKind
@@ -201,6 +204,26 @@ class TestServerRules:
         assert [line.split(":")[0] for line in await told()] == ["redis.may_evict", "redis.may_forget"]
 
 
+async def test_a_user_who_may_not_ask(driver: Driver, own_redis: str, run_name: str) -> None:
+    """13: without INFO and CONFIG, which managed servers withhold, nothing is judged and all else is there."""
+    with redis_py.Redis.from_url(own_redis) as client:
+        client.execute_command("ACL", "SETUSER", "run", "on", ">secret", "~*", "&*", "+@all", "-info", "-config")
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", 2**30)
+    url = own_redis.replace("redis://", "redis://run:secret@")
+    store = Store.open(Settings(REDIS_URL=url, experiment_name=run_name.split("/", maxsplit=1)[0]))
+    try:
+        await check_server(store)
+        status = await store.status()
+        assert status.bound("rows_bytes") is not None
+        assert status.bound("redis_memory_bytes") is None
+        bound_memory(own_redis, SHORT)
+        with pytest.raises(StoreFullError, match="no memory left"):
+            await Driver(store).submit(1)
+    finally:
+        await store.close()
+
+
 async def held(client: AsyncClient) -> int:
     """Results that the workers hold."""
     return sum(about.get("held", 0) for about in (await client.status()).workers.values())
@@ -298,6 +321,12 @@ class TestPipeline:
             text = (await exposition.render()).decode()
             assert 'forebay_bound_limit{bound="redis_memory_bytes"} 500000.0' in text
             assert 'forebay_bound_used{bound="running_groups"} 2.0' in text
+            console = Console(file=io.StringIO(), width=500)
+            console.print(run_table(await client.status(), cast("Client", client)))
+            shown = cast("io.StringIO", console.file).getvalue()
+            assert "running_groups 2 of 1024" in shown
+            assert "of 488.3 KiB" in shown
+            assert "Redis has no memory left" in shown
             bound_memory(own_redis, 0)
             await read(client, 1)
             stop.set()

@@ -73,8 +73,9 @@ class StoreBase:
     async def full(self) -> StoreFullError:
         """The error of a server that has no memory left."""
         memory = await self.memory() or Memory(0, 0, "")
+        numbers = f" ({memory.used} of maxmemory={memory.maximum} bytes)" if memory.maximum else ""
         return StoreFullError(
-            f"Redis at {address(self._url)} has no memory left ({memory.used} of maxmemory={memory.maximum} bytes) and "
+            f"Redis at {address(self._url)} has no memory left{numbers} and "
             "refused to write; nothing is lost: what is finished waits with the workers, prompts with their producers, "
             "until the trainer has acknowledged batches. If that does not help, raise maxmemory, or lower "
             "max_stored_bytes, max_queued_bytes or retain_batches",

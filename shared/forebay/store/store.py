@@ -9,6 +9,9 @@ Invariants, each held by the scripts and proved by the named test (``tests/integ
 - running + ready + cut + delivered_ahead <= (s + 1) * k * B (``test_store.py::test_admission_honours_capacity``).
 - No first hand-over contains a stale group (``test_store.py::test_stale_batch_is_dissolved``).
 - Who lost its lease changes nothing (``test_store.py::test_fencing``).
+- Bytes of rows are counted from the step that counts a result to the one that ends or acknowledges its group
+  (``test_bounds.py::TestRows``).
+- Without memory a call is refused and changes nothing, or is done whole (``test_memory_short.py::TestTransitions``).
 """
 
 from __future__ import annotations
