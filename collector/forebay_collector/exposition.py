@@ -188,6 +188,16 @@ def _state(status: RunStatus) -> Iterator[Metric]:
     yield _gauge("forebay_fleet_slots_busy", "Slots that run, as the live workers last said.", busy)
     slots = sum(int(about.get("slots", 0)) for about in status.workers.values())
     yield _gauge("forebay_fleet_slots", "Slots that the live workers have.", slots)
+    held = sum(int(about.get("held", 0)) for about in status.workers.values())
+    yield _gauge("forebay_fleet_results_held", "Finished episodes that wait on workers for memory in Redis.", held)
+    used = GaugeMetricFamily("forebay_bound_used", "What there is of something bounded.", labels=["bound"])
+    limit = GaugeMetricFamily("forebay_bound_limit", "Its bound; absent where there is none.", labels=["bound"])
+    for bound in status.bounds:
+        used.add_metric([bound.name], bound.used)
+        if bound.limit:
+            limit.add_metric([bound.name], bound.limit)
+    yield used
+    yield limit
     yield _gauge("forebay_servers_registered", "Inference servers in the run's registry.", len(status.servers))
 
 

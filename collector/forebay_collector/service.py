@@ -22,6 +22,7 @@ from forebay.errors import ConnectionLostError, FencedError, RunNotReadyError, S
 from forebay.http_metrics import Listen, MetricsServer
 from forebay.loop_lag import watch_loop
 from forebay.settings import RunSettings, Settings
+from forebay.store.server_check import check_server
 from forebay.store.store import Store
 from forebay_collector.accept import AcceptFilter
 from forebay_collector.committer import Committer
@@ -47,12 +48,13 @@ async def run_collector(settings: Settings, rules: RunSettings, listen: Listen |
 
     Raises:
         ConnectionLostError: Redis cannot be reached at start.
-        SettingsError: a setting of the dump or of the metrics is bad.
+        SettingsError: a setting of the dump or of the metrics is bad, or Redis drops keys when its memory is full.
         PortInUseError: the port for the metrics is taken.
     """
     store = Store.open(settings)
     try:
         await store.ping()
+        await check_server(store)
         collector = Collector(store, rules, listen)
         await collector.open()
         async with stop_signal() as stop:

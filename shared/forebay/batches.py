@@ -12,6 +12,7 @@ import structlog
 from forebay.errors import CollectorUnavailableError, FrameError, StallError
 from forebay.rollouts import BatchData, CollectedRollouts, Rollouts, concatenated, load_rows, share_of
 from forebay.shares import deal, tokens_of
+from forebay.store.bounds import held_back, out_of_memory
 from forebay.store.records import BatchEntry, Cursor, RunStatus
 from forebay.store.store import Store, run_stopped
 from forebay.wire.envelopes import BatchIndex
@@ -263,6 +264,8 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
         where += f"; {direct} groups to be collected by id queued or running"
     if status.stopped is not None:
         return f"the run has stopped itself: {status.stopped}; mend the cause, then `forebay resume`"
+    if short := out_of_memory(status.bounds):
+        return f"{short} ({where})"
     if not status.collector_alive:
         return f"no collector is alive ({where})"
     if unowned := status.owners.unowned:
@@ -287,6 +290,8 @@ def explain(status: RunStatus, settings: RunSettings) -> str:
     if reasons:
         most = max(reasons, key=lambda name: reasons[name])
         where += f"; rejected so far: {status.count('rejected')}, most of them {most} ({reasons[most]})"
+    if status.queued and (held := held_back(status.bounds)):
+        where += f"; {held}"
     if status.running == direct == 0 and status.ready < settings.batch_size and status.queued == 0:
         return f"too few groups for a batch ({where}); submit more, or end the data (`forebay end`)"
     return where

@@ -279,6 +279,7 @@ def run_table(status: RunStatus, client: Client) -> Table:
         "results": ", ".join(f"{one.unread} unread in {one.number}" for one in status.owners.partitions),
         "workers": str(len(status.workers)),
         "servers": ", ".join(status.servers) or "none",
+        "bounds": ", ".join(str(bound) for bound in status.bounds if bound.used or bound.reached) or "far from any",
         "next batch": explain(status, client.run_settings),
     }
     for name, value in rows.items():

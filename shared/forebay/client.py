@@ -95,7 +95,8 @@ class AsyncClient:
 
         Raises:
             SubmitError: a ValueError; the group could not run, and nothing was enqueued.
-            QueueFullError: ``max_queued_groups`` groups wait to start.
+            QueueFullError: ``max_queued_groups`` groups, or ``max_queued_bytes`` of prompts, wait to start.
+            StoreFullError: one too; Redis has no memory left.
             RunStoppedError: the run has stopped itself.
         """
         for name, value in (("is_eval", is_eval), ("batched", batched)):

@@ -33,6 +33,7 @@ __all__ = [
     "SettingsError",
     "SlotDataError",
     "StallError",
+    "StoreFullError",
     "SubmitError",
     "VersionError",
     "WeightUpdateError",
@@ -79,7 +80,21 @@ class SubmitError(ForebayError, ValueError):
 
 
 class QueueFullError(ForebayError, BlockingIOError):
-    """The prompt queue holds ``max_queued_groups`` groups already: back-pressure. Submit again later."""
+    """The prompt queue is at ``max_queued_groups`` or ``max_queued_bytes``: back-pressure. Submit again later."""
+
+
+class StoreFullError(QueueFullError):
+    """Redis has no memory left (``maxmemory``): back-pressure. Nothing was written; try again later.
+
+    Attributes:
+        used: bytes that the server uses; 0 where it does not say.
+        maximum: its ``maxmemory`` in bytes; likewise.
+    """
+
+    def __init__(self, message: str, used: int = 0, maximum: int = 0) -> None:
+        super().__init__(message)
+        self.used = used
+        self.maximum = maximum
 
 
 class WorkflowError(SubmitError):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import dataclass
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from forebay.errors import SettingsError
+from forebay.pools import PoolUse
 
 if TYPE_CHECKING:
     import httpx
@@ -17,10 +19,36 @@ if TYPE_CHECKING:
 __all__ = ["HttpClients", "clients_of_loop"]
 
 MAX_CONNECTIONS = 512
-"""Open at once in each client of a loop; what wants more waits for one."""
+"""Open at once in each client of a loop, unless a worker's settings say otherwise; what wants more waits for one."""
 TIMEOUT_S = 600.0
 """One request, unless the caller says otherwise."""
 CONNECT_TIMEOUT_S = 30.0
+
+
+@dataclass(slots=True)
+class _Wanted:
+    """Callers that have a connection, or wait for one."""
+
+    count: int = 0
+
+    def less(self) -> None:
+        self.count -= 1
+
+
+class _CountingConnector(aiohttp.TCPConnector):
+    def __init__(self, wanted: _Wanted, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._wanted = wanted
+
+    async def connect(self, *args: Any, **kwargs: Any) -> Any:
+        self._wanted.count += 1
+        try:
+            connection = await super().connect(*args, **kwargs)
+        except BaseException:  # a cancelled caller waits no more either
+            self._wanted.less()
+            raise
+        connection.add_callback(self._wanted.less)  # once, at its release
+        return connection
 
 
 class HttpClients:
@@ -29,12 +57,23 @@ class HttpClients:
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
         self._client: httpx.AsyncClient | None = None
+        self._wanted = {"aiohttp": _Wanted(), "httpx": _Wanted()}
+        self.max_connections = MAX_CONNECTIONS
+        """Of each client that is made from now on."""
+
+    @property
+    def use(self) -> dict[str, PoolUse]:
+        """The connections of each client, by the library's name.
+
+        Of httpx requests are counted, each until its answer is read; a streamed one until its head is there.
+        """
+        return {name: PoolUse.of(wanted.count, self.max_connections) for name, wanted in self._wanted.items()}
 
     def aiohttp_session(self) -> aiohttp.ClientSession:
         """The shared session; a new one if a user has closed it."""
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
+                connector=_CountingConnector(self._wanted["aiohttp"], limit=self.max_connections),
                 timeout=aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
                 # Episodes are independent: the cookies of one are none of another's business.
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -50,9 +89,22 @@ class HttpClients:
                 raise SettingsError(
                     "get_httpx_client() needs httpx, which is not installed here; install forebay[workers]"
                 ) from None
-            self._client = httpx.AsyncClient(
+
+            wanted = self._wanted["httpx"]
+
+            class CountingClient(httpx.AsyncClient):
+                async def send(self, *args: Any, **kwargs: Any) -> httpx.Response:
+                    wanted.count += 1
+                    try:
+                        return await super().send(*args, **kwargs)
+                    finally:
+                        wanted.count -= 1
+
+            self._client = CountingClient(
                 timeout=httpx.Timeout(TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-                limits=httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS),
+                limits=httpx.Limits(
+                    max_connections=self.max_connections, max_keepalive_connections=self.max_connections
+                ),
                 cookies=_no_cookies(),
             )
         return self._client

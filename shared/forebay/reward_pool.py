@@ -33,9 +33,11 @@ from typing import Any, NoReturn
 from pebble import ProcessPool
 
 from forebay.errors import SlotDataError
+from forebay.pools import PoolUse
 
 __all__ = [
     "EXIT_CODE_OF_0",
+    "MAX_PROCESSES",
     "BrokenProcessPool",
     "RewardProcesses",
     "default_processes",
@@ -45,6 +47,8 @@ __all__ = [
     "shared_processes",
 ]
 
+MAX_PROCESSES = 512
+"""More is a mistake, and would take the host's memory."""
 EXIT_CODE_OF_0 = 90
 """What a reward function's ``os._exit(0)`` ends its process with: the pool takes 0 for an orderly end, and would wait
 for the call's time-out."""
@@ -63,13 +67,23 @@ class RewardProcesses:
         self._lock = threading.Lock()
         self._wanted = 0
         self._size = 0
+        self._calls = 0
+        self._counting = threading.Lock()  # of its own: calls may end while the pool's is held
+        self.limit = MAX_PROCESSES
+        """Bound on the processes, whatever wrappers ask for; counts when the pool is started next."""
         self._pool: ProcessPool | None = None
         self._end: weakref.finalize[[ProcessPool], Any] | None = None
 
     def want(self, processes: int) -> None:
         """See to it that so many calls can run at once."""
         with self._lock:
-            self._wanted = max(self._wanted, processes)
+            self._wanted = min(max(self._wanted, processes), self.limit)
+
+    @property
+    def use(self) -> PoolUse:
+        """The processes that run a call, and the calls that wait for one."""
+        in_use = min(self._calls, self._size)
+        return PoolUse(in_use, self._calls - in_use, self.limit)
 
     @property
     def size(self) -> int:
@@ -105,10 +119,18 @@ class RewardProcesses:
         call = _packed(fn, args, kwargs)
         with self._lock:
             try:
-                return self._ready().schedule(_call, args=(name_of(fn), call), timeout=timeout_s)
+                future: Future[float] = self._ready().schedule(_call, args=(name_of(fn), call), timeout=timeout_s)
             except RuntimeError as error:  # pebble says so of a pool that has broken before
                 self._retire(_kill)
                 raise BrokenProcessPool(str(error)) from None
+        with self._counting:
+            self._calls += 1
+        future.add_done_callback(self._ended)
+        return future
+
+    def _ended(self, _: Future[float]) -> None:
+        with self._counting:
+            self._calls -= 1
 
     def close(self) -> None:
         """Kill what runs, and end the processes. A later call starts new ones."""

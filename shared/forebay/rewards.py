@@ -13,6 +13,7 @@ from pebble import ProcessExpired
 from forebay.errors import RewardTimeoutError, SettingsError, SlotDataError
 from forebay.reward_pool import (
     EXIT_CODE_OF_0,
+    MAX_PROCESSES,
     BrokenProcessPool,
     default_processes,
     is_time_out,
@@ -24,8 +25,6 @@ from forebay.reward_pool import (
 __all__ = ["AsyncRewardWrapper"]
 
 _TIMEOUT_S = 15.0
-_MAX_WORKERS = 512
-"""Processes; more is a mistake, and would take the host's memory."""
 _MAX_BROKEN = 2
 """Times that a call is tried again for nothing because all processes broke."""
 
@@ -72,7 +71,7 @@ class AsyncRewardWrapper:
         if self._timeout_s <= 0:
             raise SettingsError(f"timeout_s={given!r}: must be above 0")
         if max_workers is not None:
-            _whole("max_workers", max_workers, 1, _MAX_WORKERS)
+            _whole("max_workers", max_workers, 1, MAX_PROCESSES)
         _whole("max_retries", max_retries, 0, None)
         workers = default_processes() if max_workers is None else max_workers
         on_timeout = None if on_timeout is None else _finite("on_timeout", on_timeout)

@@ -36,6 +36,8 @@ _LEAST_SLOT_BYTES = 38
 """The encoded rows of a slot with one row of one token; real ones are far larger."""
 _LARGEST = 2**31 - 1
 """Of every number: what Redis scripts and tensors count with, and some 68 years in seconds."""
+_MOST_BYTES = 2**50
+"""Of bytes: scripts count with doubles, which hold this exactly."""
 MAX_GROUP_SIZE = 4096
 """Slots of one group; Redis starts them all in one step."""
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
@@ -99,9 +101,11 @@ class _Base(BaseSettings):
     @field_validator("*", mode="after")
     @classmethod
     def _can_be_counted(cls, value: object, info: ValidationInfo) -> object:
-        counts = not str(info.field_name).startswith("reward_")  # rewards have bounds of their own
-        if counts and isinstance(value, (int, float)) and value > _LARGEST:
-            raise ValueError(f"must be at most {_LARGEST}")
+        name = str(info.field_name)
+        counts = not name.startswith("reward_")  # rewards have bounds of their own
+        most = _MOST_BYTES if name.endswith("_bytes") else _LARGEST
+        if counts and isinstance(value, (int, float)) and value > most:
+            raise ValueError(f"must be at most {most}")
         return value
 
 
@@ -166,6 +170,14 @@ class RunSettings(_Base):
     """Bound on groups that run at once."""
     max_queued_groups: int = Field(10_000, ge=1)
     """Bound on submitted groups that wait to start; past it ``submit`` raises QueueFullError."""
+    max_queued_bytes: int = Field(2**30, ge=0)
+    """Bound on the prompts (with their workflows' arguments) that wait to start; those that are asked for by their task
+    id have as much besides. 0: none. One prompt may always wait."""
+    max_stored_bytes: int = Field(4 * 2**30, ge=0)
+    """Bound on the encoded rows of all groups in Redis that no trainer has acknowledged yet; 0: none. At it only groups
+    that the next batch needs are started. Retained batches have a bound of their own."""
+    max_unread_results: int = Field(100_000, ge=0)
+    """Bound on ended slots whose groups no collector has committed yet; at it no group is started. 0: none."""
     max_concurrent_direct: int = Field(256, ge=1)
     """Bound on running groups of evaluations and of ``rollout_batch``, which are outside the capacity."""
     fleet_slots: int | None = Field(None, ge=1)

@@ -30,6 +30,7 @@ from forebay.errors import PortInUseError, SettingsError
 from forebay.http_metrics import Listen, MetricsServer, is_loopback
 from forebay.metrics import GroupTally, batch_metrics, scope_metrics
 from forebay.outcomes import RejectReason
+from forebay.pools import PoolUse
 from forebay.store import Store
 from forebay.store.records import Channel, RunStatus
 from forebay.wire.envelopes import GroupSummary
@@ -38,6 +39,7 @@ from forebay_collector.exposition import Exposition
 from forebay_collector.metrics import CollectorMetrics
 from forebay_collector.service import Collector
 from forebay_workers.metrics import WorkerMetrics, WorkerState
+from forebay_workers.publication import Held
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -484,7 +486,8 @@ class TestDocuments:
 
     async def test_of_a_worker(self) -> None:
         """12: a worker's families are those of its table."""
-        state = WorkerState(4, 1, {("usable", ""): 1}, 1, 1)
+        pools = {"rewards": PoolUse(1, 0, 2)}
+        state = WorkerState(4, 1, {("usable", ""): 1}, 1, 1, pools, Held())
         async with (
             WorkerMetrics(lambda: state, Listen(0)) as made,
             aiohttp.ClientSession() as session,

@@ -82,6 +82,7 @@ ERRORS = {
     "SettingsError": ValueError,
     "SlotDataError": ValueError,
     "StallError": TimeoutError,
+    "StoreFullError": BlockingIOError,
     "SubmitError": ValueError,
     "VersionError": ValueError,
     "WeightUpdateError": RuntimeError,

@@ -54,3 +54,17 @@ class _State(Collector):
         yield GaugeMetricFamily(
             "forebay_worker_servers_healthy", "Those of them that take requests.", value=state.servers_healthy
         )
+        yield GaugeMetricFamily(
+            "forebay_worker_results_held", "Finished episodes that wait for memory in Redis.", value=state.held.results
+        )
+        yield GaugeMetricFamily(
+            "forebay_worker_results_held_bytes", "Bytes of rows of those.", value=state.held.rows_bytes
+        )
+        used = GaugeMetricFamily("forebay_worker_pool_used", "What is in use of a bounded pool.", labels=["pool"])
+        waiting = GaugeMetricFamily("forebay_worker_pool_waiting", "Callers that wait for it.", labels=["pool"])
+        limit = GaugeMetricFamily("forebay_worker_pool_limit", "Its bound.", labels=["pool"])
+        for name, use in sorted(state.pools.items()):
+            used.add_metric([name], use.in_use)
+            waiting.add_metric([name], use.waiting)
+            limit.add_metric([name], use.limit)
+        yield from (used, waiting, limit)

@@ -11,6 +11,8 @@ from forebay.aio import named_task, stop_tasks
 from forebay.errors import SettingsError
 from forebay.http_metrics import Listen, MetricsServer
 from forebay.loop_lag import watch_loop
+from forebay.pools import PoolUse
+from forebay_workers.publication import Held
 
 __all__ = ["WorkerMetrics", "WorkerState"]
 
@@ -25,6 +27,10 @@ class WorkerState:
     """Attempts that ended here, by outcome and, of failures, kind."""
     servers: int
     servers_healthy: int
+    pools: Mapping[str, PoolUse]
+    """``servers``, ``rewards``, and the HTTP clients that workflows share: ``aiohttp``, ``httpx``."""
+    held: Held
+    """Results that wait for memory in Redis."""
 
 
 class WorkerMetrics:

@@ -13,8 +13,11 @@ import structlog
 
 from forebay import workflow_context
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, SettingsError
+from forebay.errors import ConnectionLostError, SettingsError, StoreFullError
+from forebay.http_clients import clients_of_loop
 from forebay.http_metrics import Listen
+from forebay.pools import PoolUse
+from forebay.reward_pool import shared_processes
 from forebay.settings import EngineSettings, RunSettings, Settings
 from forebay.store.store import Store
 from forebay.trace_files import TraceWriter
@@ -86,6 +89,7 @@ class Worker:
         self._rules = rules
         self._settings = worker_settings
         self._run_settings = settings
+        self._engine_settings = engine_settings
         self._fleet = Fleet(engine_settings)
         self._leases = Leases(store, self.name, rules.lease_s, self._about)
         self._traces = _trace_writer(worker_settings, self.name)
@@ -105,7 +109,10 @@ class Worker:
         # Without a server nothing is claimed: no attempt is burned on a fleet that is still loading its model.
         if not self._fleet.ready:
             return []
-        return await self._runner.claim(most)
+        try:
+            return await self._runner.claim(most)
+        except StoreFullError:
+            return []  # what would run now could not be published; admission says so in the log
 
     async def _idle(self) -> None:
         if self._fleet.ready:
@@ -120,6 +127,7 @@ class Worker:
             "slots": self._settings.max_slots,
             "busy": self._host.busy,
             "ended": dict(self._runner.ended),
+            "held": self._runner.publisher.held.results,
             "servers": len(self._fleet.stats()),
             "servers_healthy": sum(server.healthy for server in self._fleet.stats().values()),
         }
@@ -132,6 +140,15 @@ class Worker:
             ended=dict(self._runner.ended_by_kind),
             servers=len(servers),
             servers_healthy=sum(server.healthy for server in servers.values()),
+            pools={
+                "servers": PoolUse.of(
+                    sum(server.in_flight for server in servers.values()),
+                    len(servers) * self._engine_settings.max_connections_per_server,
+                ),
+                "rewards": shared_processes().use,
+                **clients_of_loop().use,
+            },
+            held=self._runner.publisher.held,
         )
 
     def held(self) -> list[Attempt]:
@@ -151,6 +168,8 @@ class Worker:
             await self._serve(stop, hurry or asyncio.Event())
 
     async def _serve(self, stop: asyncio.Event, hurry: asyncio.Event) -> None:
+        clients_of_loop().max_connections = self._settings.max_http_connections
+        shared_processes().limit = self._settings.max_reward_processes
         await self._refresh()
         await self._fleet.start()
         await self._leases.beat()

@@ -23,6 +23,13 @@ class WorkerSettings(BaseSettings):
     """Between two looks when there is none. Queued jobs wake a worker at once; retries become due without that."""
     drain_timeout_s: float = Field(2.0, ge=0)
     """After SIGTERM, how long running episodes may still finish; then they are handed back."""
+    memory_wait_s: float = Field(600.0, gt=0, le=86400)
+    """How long a finished episode is held while Redis has no memory for its rows; then the attempt has failed (infra).
+    The deadline of its group ends the wait too."""
+    max_http_connections: int = Field(512, ge=1, le=65535)
+    """Open at once in each HTTP client that workflows share; what wants more waits for one."""
+    max_reward_processes: int = Field(512, ge=1, le=512)
+    """Processes for reward functions, whatever their wrappers ask for."""
     wait_for_run_s: float = Field(120.0, gt=0)
     """How long to wait at start for a collector to publish the run's settings."""
     max_inline_tokens: int = Field(16384, ge=0)

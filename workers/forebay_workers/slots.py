@@ -29,6 +29,7 @@ from forebay_workers.attempts import Ended, WorkflowCache, run_attempt
 from forebay_workers.format_check import FormatCheck
 from forebay_workers.group_caches import GroupCaches
 from forebay_workers.leases import Attempt, Leases
+from forebay_workers.publication import Publisher
 from forebay_workers.settings import WorkerSettings
 
 __all__ = ["SlotRunner"]
@@ -60,6 +61,9 @@ class SlotRunner:
         self._traces = traces
         self._caches = GroupCaches()
         self._claimed: dict[str, Lease] = {}
+        self.publisher = Publisher(
+            store, leases, rows_ttl_s=run_settings.rows_ttl_s, memory_wait_s=settings.memory_wait_s
+        )
         self.draining = False
         """The worker is shutting down: a cancelled attempt is handed back."""
         self.ended: dict[str, int] = {}
@@ -123,36 +127,28 @@ class SlotRunner:
 
     async def _publish(self, attempt: Attempt, ended: Ended, began: float, session: Session) -> None:
         self._trace(session, ended.outcome.value, ended.reason)
-        header = SlotHeader(
-            task=attempt[0],
-            idx=attempt[1],
-            attempt=attempt[2],
-            outcome=ended.outcome.value,
-            kind=ended.kind.value if ended.kind else None,
-            reason=ended.reason,
-            traceback=ended.traceback,
-            result_kind=ended.result_kind.value,
-            keys=list(ended.keys),
-            rows=list(ended.rows),
-            reference=ended.reference,
-            rows_bytes=len(ended.frame or b""),
-            worker=self._worker,
-            seconds=time.monotonic() - began,
-            phases=session.phases,
-        )
-        # From here on the lease is not renewed: it ends with the publication, and a heart-beat that crosses it must not
-        # take that for a loss. Should Redis stay away for longer than the lease, the slot runs again; the first wins.
-        self._leases.drop(attempt)
-        verdict = await self._store.publish(
-            *attempt,
-            outcome=ended.outcome,
-            kind=ended.kind,
-            header=header.pack(),
-            rows=ended.frame,
-            rows_ttl_s=self._rules.rows_ttl_s,
-            head=min((row.head for row in ended.rows if row.head >= 0), default=-1),
-            reason=ended.reason,
-        )
+        seconds = time.monotonic() - began
+
+        def header(ended: Ended) -> SlotHeader:
+            return SlotHeader(
+                task=attempt[0],
+                idx=attempt[1],
+                attempt=attempt[2],
+                outcome=ended.outcome.value,
+                kind=ended.kind.value if ended.kind else None,
+                reason=ended.reason,
+                traceback=ended.traceback,
+                result_kind=ended.result_kind.value,
+                keys=list(ended.keys),
+                rows=list(ended.rows),
+                reference=ended.reference,
+                rows_bytes=len(ended.frame or b""),
+                worker=self._worker,
+                seconds=seconds,
+                phases=session.phases,
+            )
+
+        verdict, ended = await self.publisher.publish(attempt, ended, header)
         self.ended_by_kind[ended.outcome.value, ended.kind.value if ended.kind else ""] += 1
         self.ended[ended.outcome.value] = self.ended.get(ended.outcome.value, 0) + 1
         if ended.outcome is SlotOutcome.FAILED:

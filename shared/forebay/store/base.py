@@ -6,16 +6,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar, cast
 
 import redis.asyncio as redis_asyncio
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, OutOfMemoryError
 
-from forebay.errors import FencedError, RunStoppedError
+from forebay.errors import FencedError, QueueFullError, RunStoppedError, StoreFullError
 from forebay.settings import Settings
-from forebay.store.connection import connect, riding_through
+from forebay.store.bounds import Memory, memory_of
+from forebay.store.connection import address, connect, riding_through
 from forebay.store.keys import Keys
 from forebay.store.pipelining import Pipeliner
 from forebay.store.scripts import source
 
-__all__ = ["MAX_REASON", "MAX_SAMPLE", "StoreBase", "block_ms", "fenced", "paired", "run_stopped"]
+__all__ = ["MAX_REASON", "MAX_SAMPLE", "StoreBase", "block_ms", "fenced", "paired", "queue_full", "run_stopped"]
 
 T = TypeVar("T")
 
@@ -51,7 +52,11 @@ class StoreBase:
         return await riding_through(call, self._url, self._timeout_s)
 
     async def _ask(self, *commands: tuple[Any, ...]) -> list[Any]:
-        """The answers to repeatable `commands`; the first that is an error is raised."""
+        """The answers to repeatable `commands`; the first that is an error is raised.
+
+        Raises:
+            StoreFullError: the server has no memory for them.
+        """
 
         async def once() -> list[Any]:
             answers = await self._pipeliner.send(*commands)
@@ -60,11 +65,43 @@ class StoreBase:
                     raise answer
             return answers
 
-        return await self._ride(once)
+        try:
+            return await self._ride(once)
+        except OutOfMemoryError:
+            raise await self.full() from None
 
-    async def _run(self, name: str, *args: Any, before: tuple[Any, ...] | None = None) -> Any:
-        """Run script `name`, with the command `before` ahead of it in the same breath."""
-        script = source(name)
+    async def full(self) -> StoreFullError:
+        """The error of a server that has no memory left."""
+        memory = await self.memory() or Memory(0, 0, "")
+        numbers = f" ({memory.used} of maxmemory={memory.maximum} bytes)" if memory.maximum else ""
+        return StoreFullError(
+            f"Redis at {address(self._url)} has no memory left{numbers} and "
+            "refused to write; nothing is lost: what is finished waits with the workers, prompts with their producers, "
+            "until the trainer has acknowledged batches. If that does not help, raise maxmemory, or lower "
+            "max_stored_bytes, max_queued_bytes or retain_batches",
+            memory.used,
+            memory.maximum,
+        )
+
+    async def memory(self) -> Memory | None:
+        """What the server says of its memory; None where it does not say (a user without INFO)."""
+        return memory_of(await self.answer("INFO", "memory"))
+
+    async def answer(self, *command: str) -> Any:
+        """The server's answer to a question about itself; an exception where it refuses to say."""
+
+        async def ask() -> list[Any]:
+            return await self._pipeliner.send(command)
+
+        (answer,) = await self._ride(ask)
+        return answer
+
+    async def _run(self, name: str, *args: Any, before: tuple[Any, ...] | None = None, always: bool = False) -> Any:
+        """Run script `name`, with the command `before` ahead of it in the same breath.
+
+        With `always` it runs when the server has no memory left, too. Raises StoreFullError where it does not.
+        """
+        script = source(name, always=always)
         call = ("EVALSHA", script.sha1, 1, self.keys.prefix, *args)
         commands = [call] if before is None else [before, call]
         try:
@@ -103,6 +140,20 @@ def paired(task_ids: Sequence[int], rewards: Mapping[int, bytes] | None) -> list
     """Each task id with its group's new rewards, ``b""`` where there are none, as scripts take them."""
     known = rewards or {}
     return [part for task_id in task_ids for part in (task_id, known.get(task_id, b""))]
+
+
+def queue_full(answer: Sequence[Any], again: str) -> QueueFullError:
+    """The error of a full queue, from what a script says of it; `again` is what to do once there is room."""
+    if len(answer) == 2:
+        queued, most = map(int, answer)
+        return QueueFullError(
+            f"{queued} groups wait to start, the bound max_queued_groups={most}; {again} again when some have started"
+        )
+    queued, waiting, size, most = map(int, answer)
+    return QueueFullError(
+        f"{queued} groups with {waiting} bytes of prompts wait to start, and this one has {size}: above the bound "
+        f"max_queued_bytes={most}; {again} again when some have started, pass paths instead of contents, or raise it"
+    )
 
 
 def run_stopped(reason: str) -> RunStoppedError:

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgpack
 
-from forebay.errors import FrameError, QueueFullError
-from forebay.store.base import StoreBase, run_stopped
+from forebay.errors import FrameError
+from forebay.store.base import StoreBase, queue_full, run_stopped
 from forebay.store.ledger_records import DeadGroup, DeadSlot, Drop, Redriven, SetAside
 from forebay.wire.envelopes import SlotHeader
 
@@ -63,10 +63,8 @@ class LedgerCalls(StoreBase):
         match state:
             case b"stopped":
                 raise run_stopped(rest[0].decode())
-            case b"full":
-                raise QueueFullError(
-                    f"{int(rest[0])} groups wait to start, the bound max_queued_groups; redrive when some have started"
-                )
+            case b"full" | b"full_bytes":
+                raise queue_full(rest, "redrive")
             case b"created" | b"exists":
                 return Redriven(task_id, state.decode(), int(rest[0]))
             case _:

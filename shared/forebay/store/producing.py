@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import uuid
 
-from forebay.errors import QueueFullError
-from forebay.store.base import StoreBase, run_stopped
+from forebay.store.base import StoreBase, queue_full, run_stopped
 from forebay.store.records import Channel
 
 _IDEMPOTENCY_TTL_S = 7 * 86400
@@ -33,21 +32,20 @@ class ProducerCalls(StoreBase):
         ledgers call the prompt by its `label`, by default the key that was given.
 
         Raises:
-            QueueFullError: the queue is at its bound.
+            QueueFullError: the queue is at a bound; the text says at which.
+            StoreFullError: one too; Redis has no memory left.
             RunStoppedError: the run has stopped itself.
         """
         key, ttl_s = idempotency_key, _IDEMPOTENCY_TTL_S
         label = (label or idempotency_key or "")[:_MAX_LABEL]
         if key is None:
             key, ttl_s = uuid.uuid4().hex, _REPEAT_TTL_S
-        first, second = await self._run("submit", key, ttl_s, spec, group_size, rules, channel.value, label)
+        first, *rest = await self._run("submit", key, ttl_s, spec, group_size, rules, channel.value, label)
         if first == b"stopped":
-            raise run_stopped(second.decode())
-        if first == b"full":
-            raise QueueFullError(
-                f"{int(second)} groups wait to start, the bound max_queued_groups; submit again when some have started"
-            )
-        return int(first), second == b"created"
+            raise run_stopped(rest[0].decode())
+        if first in {b"full", b"full_bytes"}:
+            raise queue_full(rest, "submit")
+        return int(first), rest[0] == b"created"
 
     async def queued(self) -> int:
         """How many groups for the batches wait to start."""

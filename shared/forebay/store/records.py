@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from forebay.errors import ConsumerError
+from forebay.store.bounds import Bound
 
 __all__ = [
     "BatchEntry",
@@ -215,10 +216,16 @@ class RunStatus:
     """Results that wait for whoever asks for them."""
     stopped: str | None = None
     """Why the run has stopped itself; None: it has not."""
+    bounds: tuple[Bound, ...] = ()
+    """What is bounded, and how much of it there is."""
     cut_batches: int = 0
     """Batches that nobody has read yet; a partial one counts whole where versions are counted."""
     owners: Owners = Owners("", (), ())
     """Who collects."""
+
+    def bound(self, name: str) -> Bound | None:
+        """The bound `name`."""
+        return next((bound for bound in self.bounds if bound.name == name), None)
 
     @property
     def in_flight(self) -> int:

@@ -9,6 +9,9 @@ Invariants, each held by the scripts and proved by the named test (``tests/integ
 - running + ready + cut + delivered_ahead <= (s + 1) * k * B (``test_store.py::test_admission_honours_capacity``).
 - No first hand-over contains a stale group (``test_store.py::test_stale_batch_is_dissolved``).
 - Who lost its lease changes nothing (``test_store.py::test_fencing``).
+- Bytes of rows are counted from the step that counts a result to the one that ends or acknowledges its group
+  (``test_bounds.py::TestRows``).
+- Without memory a call is refused and changes nothing, or is done whole (``test_memory_short.py::TestTransitions``).
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from pydantic import ValidationError
+from redis.exceptions import OutOfMemoryError
 
 from forebay.errors import FrameError, RunNotReadyError
 from forebay.settings import RunSettings
 from forebay.store.base import run_stopped
+from forebay.store.bounds import bounds_of
 from forebay.store.leading import LeaderCalls
 from forebay.store.ledgers import LedgerCalls
 from forebay.store.owning import OwnerCalls
@@ -59,9 +64,10 @@ class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, L
 
     async def add_servers(self, urls: Iterable[str]) -> None:
         """Add inference servers to the registry."""
-        names = [url.rstrip("/") for url in urls]
-        if names:
-            await self._ask(("SADD", self.keys.servers, *names))
+        names = {url.rstrip("/") for url in urls}
+        # A worker that comes back finds its servers there, and needs no memory for them.
+        if missing := sorted(names.difference(await self.servers() if names else ())):
+            await self._ask(("SADD", self.keys.servers, *missing))
 
     async def remove_servers(self, urls: Iterable[str]) -> None:
         """Take inference servers out of the registry."""
@@ -75,11 +81,11 @@ class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, L
         return sorted(url.decode(errors="replace") for url in found)
 
     async def status(self, *, live_within_s: float = 15.0) -> RunStatus:
-        """One consistent look at the run; who collects is looked at beside it."""
+        """One look at the run, of one instant unless Redis has no memory left; who collects is looked at beside it."""
         keys = self.keys
 
-        async def ask() -> list[Any]:
-            pipe = self._redis.pipeline(transaction=True)
+        async def ask(transaction: bool = True) -> list[Any]:
+            pipe = self._redis.pipeline(transaction=transaction)
             pipe.hgetall(keys.state)
             pipe.hgetall(keys.counters)
             pipe.xlen(keys.prompts)
@@ -96,7 +102,10 @@ class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, L
             pipe.scard(keys.running_direct)
             pipe.zcard(keys.held)
             pipe.time()
-            return await pipe.execute()
+            try:
+                return await pipe.execute()
+            except OutOfMemoryError:  # a server may refuse to keep even reads for a transaction then
+                return await ask(transaction=False)
 
         (
             state,
@@ -116,6 +125,7 @@ class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, L
             held,
             clock,
         ) = await self._ride(ask)
+        owners = await self.owners()
         now_ms = clock[0] * 1000 + clock[1] // 1000
         silent = {name: (now_ms - at) / 1000 for name, at in seen}
         workers = {
@@ -144,7 +154,18 @@ class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, L
             held=held,
             stopped=state[b"stopped"].decode(errors="replace") if b"stopped" in state else None,
             cut_batches=_int(number.get("cut_batches"), 0),
-            owners=await self.owners(),
+            owners=owners,
+            bounds=bounds_of(
+                {name: _int(value, 0) for name, value in number.items()},
+                queued=queued,
+                direct_queued=direct_queued,
+                running=running,
+                direct_running=direct_running,
+                unread=sum(partition.unread for partition in owners.partitions),
+                open_slots=jobs + leased,
+                held_by=number.get("held_by", b"").decode(errors="replace"),
+                memory=await self.memory(),
+            ),
         )
 
     async def wait_for_settings(self, timeout_s: float, pause: Callable[[float], Awaitable[None]]) -> RunSettings:
@@ -176,5 +197,7 @@ def _about(text: bytes) -> dict[str, Any]:
             raise FrameError(f"a worker said a {type(about).__name__} of itself")
     except FrameError as error:
         return {"unreadable": str(error)}
-    numbers = {name: about[name] if type(about[name]) is int else 0 for name in ("busy", "slots") if name in about}
+    numbers = {
+        name: about[name] if type(about[name]) is int else 0 for name in ("busy", "slots", "held") if name in about
+    }
     return {**{str(name): value for name, value in about.items()}, **numbers}

@@ -14,6 +14,8 @@ from forebay.store.records import Lease
 
 __all__ = ["WorkerCalls"]
 
+_ROWS_TRIES = 3
+
 
 class WorkerCalls(StoreBase):
     """What a worker does."""
@@ -65,14 +67,25 @@ class WorkerCalls(StoreBase):
         head: int = -1,
         reason: str = "",
     ) -> str:
-        """Record how an attempt ended, its rows first: accepted, retry, duplicate, superseded or late."""
+        """Record how an attempt ended, its rows first: accepted, retry, duplicate, superseded or late.
+
+        What has no rows is recorded when memory is short too: it needs little, and a failure frees something.
+
+        Raises:
+            StoreFullError: the server has no memory for the rows. Nothing has changed; the call may be repeated.
+        """
         before = None
         if rows is not None:
             before = ("SET", self.keys.rows(task_id, sample_idx, attempt), rows, "PX", int(rows_ttl_s * 1000))
-        answer = await self._run(
-            "publish", task_id, sample_idx, attempt, outcome.value, kind or "", header, head, reason, before=before
-        )
-        return str(answer.decode())
+        for _ in range(_ROWS_TRIES):
+            answer = await self._run(
+                "publish", task_id, sample_idx, attempt, outcome.value, kind or "", header, head, reason,
+                len(rows or b""), before=before, always=rows is None,
+            )  # fmt: skip
+            # The rows may have been refused, and memory become free before the script ran.
+            if answer != b"no_rows":
+                return str(answer.decode())
+        raise await self.full()
 
     async def release(self, task_id: int, sample_idx: int, attempt: int) -> bool:
         """Hand an attempt back, to run again at once on another worker."""
@@ -80,7 +93,5 @@ class WorkerCalls(StoreBase):
 
     async def first_keys(self, workflow: str, keys: Iterable[str]) -> frozenset[str]:
         """The key set of the first tensor result of `workflow` in the run: `keys`, if there was none before."""
-        mine = msgpack.packb(sorted(keys))
-        name = self.keys.first_keys
-        _, first = await self._ask(("HSETNX", name, workflow, mine), ("HGET", name, workflow))
+        first = await self._run("first_keys", workflow, msgpack.packb(sorted(keys)))
         return frozenset(msgpack.unpackb(first))

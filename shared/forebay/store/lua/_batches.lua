@@ -63,6 +63,8 @@ local function finish(batch, consumer)
   end
   if consumer == call('HGET', STATE, 'driver') and call('HSETNX', b, 'bytes', bytes_of(batch)) == 1 then
     count('batches_acked') -- once, however often a trainer goes back to it
+    -- What is kept from now on has a budget of its own.
+    for _, task in ipairs(call('LRANGE', b .. ':tasks', 0, -1)) do uncount(task, 'rb', 'rows_bytes') end
   end
 end
 

@@ -84,6 +84,8 @@ local function partition_of(task) return call('HGET', group_key(task), 'p') or '
 local function settle(task, idx, attempt, header)
   local entry = call('XADD', key('results:' .. partition_of(task)), '*', 't', task, 'i', idx, 'h', header)
   call('HSET', group_key(task), 'd' .. idx, attempt, 'e' .. idx, entry)
+  call('HINCRBY', group_key(task), 'hb', #header)
+  call('HINCRBY', STATE, 'results_bytes', #header)
 end
 
 -- The attempt that a slot is filled with by nobody: a result that comes late is then a duplicate, not a repeated call.
@@ -152,8 +154,19 @@ local function note_failure(kind, reason)
   end
 end
 
+-- The bytes of a group that are counted in a sum of the run's state count there no more. The group itself knows how
+-- many they are, so nothing is taken off twice, and nothing stays.
+local function uncount(task, field, sum)
+  local bytes = tonumber(call('HGET', group_key(task), field))
+  if not bytes then return end
+  call('HDEL', group_key(task), field)
+  call('HINCRBY', STATE, sum, -bytes)
+  wake('admission')
+end
+
 local function unlink_rows(task)
   local g = group_key(task)
+  uncount(task, 'rb', 'rows_bytes')
   for idx = 0, (tonumber(call('HGET', g, 'n')) or 0) - 1 do
     local attempt = call('HGET', g, 'd' .. idx)
     if attempt then call('UNLINK', rows_key(task, idx, attempt)) end
@@ -266,11 +279,15 @@ local function tell_rewards(task, summary)
     .. '\167summary' .. summary)
 end
 
+-- Prompts that wait are counted by channel: one that waits for a result must not wait for the other's queue.
+local function queued_bytes(direct) return direct == '' and 'queued_bytes' or 'queued_bytes:direct' end
+
 local function put_in_queue(spec, rules, size, direct, ...)
   local task = call('HINCRBY', STATE, 'task_seq', 1)
   call('HSET', group_key(task), 'st', 'queued', 'n', size, 'spec', spec, 'rules', rules, 'ch', direct, 'at', now_ms(),
     'p', task % number('P', 1), ...)
   call('XADD', key(direct == '' and 'prompts' or 'prompts:direct'), '*', 't', task)
+  call('HINCRBY', STATE, queued_bytes(direct), #spec + #rules)
   wake('admission')
   return task
 end

@@ -1,5 +1,6 @@
 -- Gives a worker attempts that are due and still wanted, with their leases, in one step for many.
 -- ARGV: worker, most, lease ms.
+-- Refused when memory is short.
 -- Returns {{job id, group size, ms to the group's deadline}, ..., }, {task, spec, ...} with each spec once.
 -- A claimed job leaves arq's queue here: the lease stands for it from now on. So idle workers do not step over the ids
 -- of running jobs, which arq's own claim does, and a worker that dies loses it after the lease, not after a time-out.

@@ -17,6 +17,7 @@ for idx = 0, n - 1 do
   if call('HEXISTS', g, 'd' .. idx) == 0 then return 'noop' end -- a slot is still open: nothing can be decided
 end
 for idx = 0, n - 1 do call('XDEL', key('results:' .. partition), call('HGET', g, 'e' .. idx)) end
+uncount(task, 'hb', 'results_bytes')
 call('SREM', key('running'), task)
 call('SREM', key('running:direct'), task)
 call('ZREM', key('deadlines'), task)

@@ -1,8 +1,9 @@
 -- Submits the prompt of a group with dead letters again, as a new group that names the old one as its parent.
 -- ARGV: task, a word that is the call's own, so that its repetition changes nothing, and 1 to submit although the prompt
 -- has come again already, or was delivered with the slots that it had.
--- Returns {'created' | 'exists', new task}, {'unknown'}, {'no_prompt'}, {'open', state}, {'delivered'}, {'full', queued}
--- or {'stopped', reason}.
+-- Returns {'created' | 'exists', new task}, {'unknown'}, {'no_prompt'}, {'open', state}, {'delivered'}, {'stopped', reason},
+-- or what `queue_full` gives. uses _bounds
+-- Refused when memory is short.
 local task, word, again = ARGV[1], ARGV[2], ARGV[3] == '1'
 local d = dead_key(task)
 if call('EXISTS', d) == 0 then return {'unknown'} end
@@ -16,8 +17,8 @@ local spec, rules, size, direct, label = unpack(call('HMGET', d, 'spec', 'rules'
 if not spec then return {'no_prompt'} end
 local stopped = call('HGET', STATE, 'stopped')
 if stopped then return {'stopped', stopped} end
-local queued = call('XLEN', key(direct == '' and 'prompts' or 'prompts:direct'))
-if queued >= number('max_queued', 10000) then return {'full', tostring(queued)} end
+local full = queue_full(direct, #spec + #rules)
+if full then return full end
 local child = put_in_queue(spec, rules, size, direct, 'parent', task, 'key', label)
 call('HSET', d, 'next', child, 'word', word)
 if direct == '' then call('HDEL', STATE, 'eod') end
