@@ -29,6 +29,7 @@ from forebay_collector.committer import Committer
 from forebay_collector.cutter import Cutter
 from forebay_collector.dump import Dumper
 from forebay_collector.metrics import CollectorMetrics
+from forebay_collector.stall_watch import StallWatch
 
 if TYPE_CHECKING:
     from forebay_collector.exposition import Exposition
@@ -86,6 +87,7 @@ class Collector:
             store, AcceptFilter(rules.import_allowlist), self._dumper, rules.shaping, self._metrics
         )
         self._cutter = Cutter(store, rules, self._metrics)
+        self._stalls = StallWatch(store, rules)
         self._epoch = 0
         self._told: str | None = None
         """Why the run has stopped itself, as far as it was logged."""
@@ -135,6 +137,7 @@ class Collector:
             named_task("cutter", self._forever(self._cut)),
             named_task("reaper", self._forever(self._reap)),
             named_task("dump", self._forever(self._mend_dumps)),
+            named_task("stalls", self._forever(self._watch_stalls)),
         ]
         log.info("collector.ready", collector=self.name, run=self._store.keys.run, epoch=self._epoch,
                  batch_size=self._rules.batch_size, capacity=self._rules.capacity)  # fmt: skip
@@ -285,6 +288,10 @@ class Collector:
         if reason is not None and reason != self._told:
             log.error("run.stopped", run=self._store.keys.run, reason=reason, remedy="mend the cause, `forebay resume`")
         self._told = reason
+
+    async def _watch_stalls(self) -> None:
+        await self._stalls.look()
+        await asyncio.sleep(self._stalls.interval_s)
 
     async def _mend_dumps(self) -> None:
         """Bring files up to what became of their groups since. Who dies in between is followed by one that does it."""

@@ -25,6 +25,7 @@ from forebay.settings import RunSettings
 from forebay.store.base import run_stopped
 from forebay.store.leading import CollectorCalls
 from forebay.store.ledgers import LedgerCalls
+from forebay.store.looking import LookCalls
 from forebay.store.producing import ProducerCalls
 from forebay.store.records import RunStatus
 from forebay.store.training import TrainerCalls
@@ -34,7 +35,7 @@ from forebay.wire.values import unpack
 __all__ = ["Store", "run_stopped"]
 
 
-class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCalls):
+class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCalls, LookCalls):
     """The state of one run: what each role does (the bases), and what everybody may ask."""
 
     async def run_settings(self) -> RunSettings | None:

@@ -26,6 +26,6 @@ end
 local entry = call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
 call('HSET', batch_key(batch), 'st', 'unread', 'e', entry)
 call('HINCRBY', STATE, 'cut_batches', 1)
-call('HSET', STATE, 'settled', call('ZCARD', key('ready'))) -- of those rejected so far the next batch knows nothing
+call('HSET', STATE, 'cut_at', now_ms(), 'settled', call('ZCARD', key('ready'))) -- of those rejected so far the next batch knows nothing
 count('batches_cut')
 return {'cut', tostring(batch)}
