@@ -185,16 +185,14 @@ def _state(status: RunStatus) -> Iterator[Metric]:
 
 
 def _waits(look: RunLook) -> Iterator[Metric]:
-    if look.since_cut_s is not None:
-        yield _gauge("forebay_seconds_since_cut", "Since the last batch was cut.", look.since_cut_s)
-    if look.reader_idle_s is not None:
-        yield _gauge("forebay_reader_idle_seconds", "Since the trainer last asked for a batch.", look.reader_idle_s)
+    yield _known("forebay_last_cut_age_seconds", "Since the last batch was cut.", look.since_cut_s)
+    yield _known("forebay_trainer_idle_seconds", "Since the trainer last asked for a batch.", look.reader_idle_s)
     group = next(iter(look.groups), None)
     slot = None if group is None else group.oldest
     age_s = 0.0 if group is None else group.age_s
-    yield _gauge("forebay_oldest_group_seconds", "Since the oldest running group was started.", age_s)
+    yield _gauge("forebay_oldest_group_age_seconds", "Since the oldest running group was started.", age_s)
     slot_s = slot.age_s if slot is not None and slot.state == "running" else 0.0
-    yield _gauge("forebay_oldest_slot_seconds", "Since its oldest running slot was claimed.", slot_s)
+    yield _gauge("forebay_oldest_slot_age_seconds", "Since its oldest running slot was claimed.", slot_s)
 
 
 def _totals(counters: dict[str, int]) -> Iterator[Metric]:
@@ -222,6 +220,14 @@ def _totals(counters: dict[str, int]) -> Iterator[Metric]:
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
+
+
+def _known(name: str, text: str, value: float | None) -> Metric:
+    """A gauge without a sample where there is no value yet."""
+    family = GaugeMetricFamily(name, text, labels=[])
+    if value is not None:
+        family.add_metric([], value)
+    return family
 
 
 def _counter(name: str, label: str, text: str, values: dict[str, int]) -> Metric:
