@@ -1,4 +1,6 @@
-"""The duties that one collector has at a time: publishing the rules, cutting, reaping, sweeping, mending dumps.
+"""The duties that one collector has at a time: publishing the rules, cutting, reaping, sweeping, and two more.
+
+It brings dumps up to date, and says in the log when batches do not come any more.
 
 Invariants, each with its test in ``tests/integration/test_collectors.py``:
 
@@ -22,6 +24,7 @@ from forebay.store.store import Store
 from forebay_collector.cutter import Cutter
 from forebay_collector.dump import Dumper
 from forebay_collector.metrics import CollectorMetrics
+from forebay_collector.stall_watch import StallWatch
 
 __all__ = ["Duties"]
 
@@ -52,10 +55,12 @@ class Duties:
     async def run(self, epoch: int) -> None:
         """Do them until cancelled, through losses of the connection. Raises FencedError once the lead is lost."""
         cutter = Cutter(self._store, self._rules, self._metrics)
+        stalls = StallWatch(self._store, self._rules)
         tasks = [
             named_task("cutter", _forever("cutter", lambda: self._cut(cutter, epoch))),
             named_task("reaper", _forever("reaper", lambda: self._reap(epoch))),
             named_task("dump", _forever("dump", lambda: self._mend_dumps(epoch))),
+            named_task("stalls", _forever("stalls", lambda: _watch(stalls))),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -106,6 +111,11 @@ class Duties:
         await self._store.forget_dump_rewrites(entries)
         if len(entries) < _REWRITES_AT_ONCE:
             await asyncio.sleep(_BLOCK_S)
+
+
+async def _watch(stalls: StallWatch) -> None:
+    await stalls.look()
+    await asyncio.sleep(stalls.interval_s)
 
 
 async def _forever(name: str, step: Callable[[], Awaitable[None]]) -> None:

@@ -20,6 +20,7 @@ from forebay.errors import ConnectionLostError
 from forebay.loop_lag import LAG_BUCKETS_S
 from forebay.metrics import loss_weight, mean_reward, scope_of, staleness_of
 from forebay.outcomes import RejectReason
+from forebay.store.look_records import RunLook
 from forebay.store.records import RunStatus
 from forebay.store.store import Store
 from forebay.wire.envelopes import GroupSummary
@@ -131,10 +132,11 @@ class Exposition:
         """The text of a scrape. While Redis is away ``forebay_redis_up`` is 0, and what is read from it is left out."""
         try:
             async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                self._run.status = await self._store.status()
+                self._run.look = await self._store.look(groups=1)
+                self._run.status = self._run.look.status
         except (ConnectionLostError, TimeoutError) as error:
             log.warning("metrics.redis_away", reason=str(error))
-            self._run.status = None
+            self._run.status = self._run.look = None
         return generate_latest(self._registry)
 
 
@@ -143,6 +145,7 @@ class _RunState(Collector):
 
     def __init__(self, dumper: Dumper) -> None:
         self.status: RunStatus | None = None
+        self.look: RunLook | None = None
         self.decided: Counter[tuple[str, str]] = Counter()
         self._dumper = dumper
 
@@ -151,6 +154,8 @@ class _RunState(Collector):
         if self.status is not None:
             yield from _state(self.status)
             yield from _totals(self.status.counters)
+        if self.look is not None:
+            yield from _waits(self.look)
         decided = CounterMetricFamily(
             "forebay_groups_decided", "Groups that this collector decided on.", labels=["scope", "outcome"]
         )
@@ -201,6 +206,17 @@ def _state(status: RunStatus) -> Iterator[Metric]:
     yield _gauge("forebay_servers_registered", "Inference servers in the run's registry.", len(status.servers))
 
 
+def _waits(look: RunLook) -> Iterator[Metric]:
+    yield _known("forebay_last_cut_age_seconds", "Since the last batch was cut.", look.since_cut_s)
+    yield _known("forebay_trainer_idle_seconds", "Since the trainer last asked for a batch.", look.reader_idle_s)
+    group = next(iter(look.groups), None)
+    slot = None if group is None else group.oldest
+    age_s = 0.0 if group is None else group.age_s
+    yield _gauge("forebay_oldest_group_age_seconds", "Since the oldest running group was started.", age_s)
+    slot_s = slot.age_s if slot is not None and slot.state == "running" else 0.0
+    yield _gauge("forebay_oldest_slot_age_seconds", "Since its oldest running slot was claimed.", slot_s)
+
+
 def _totals(counters: dict[str, int]) -> Iterator[Metric]:
     """The run's counters since it began; names that are not known here become events."""
     groups: dict[str, int] = {}
@@ -226,6 +242,14 @@ def _totals(counters: dict[str, int]) -> Iterator[Metric]:
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(name, text, value=value)
+
+
+def _known(name: str, text: str, value: float | None) -> Metric:
+    """A gauge without a sample where there is no value yet."""
+    family = GaugeMetricFamily(name, text, labels=[])
+    if value is not None:
+        family.add_metric([], value)
+    return family
 
 
 def _counter(name: str, label: str, text: str, values: dict[str, int]) -> Metric:

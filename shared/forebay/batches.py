@@ -12,8 +12,8 @@ import structlog
 from forebay.errors import CollectorUnavailableError, FrameError, StallError
 from forebay.rollouts import BatchData, CollectedRollouts, Rollouts, concatenated, load_rows, share_of
 from forebay.shares import deal, tokens_of
-from forebay.store.bounds import held_back, out_of_memory
-from forebay.store.records import BatchEntry, Cursor, RunStatus
+from forebay.stalls import Diagnosis, diagnose
+from forebay.store.records import BatchEntry, Cursor
 from forebay.store.store import Store, run_stopped
 from forebay.wire.envelopes import BatchIndex
 
@@ -28,7 +28,6 @@ __all__ = [
     "Rollouts",
     "Watch",
     "concatenated",
-    "explain",
     "load_rows",
 ]
 
@@ -210,15 +209,17 @@ class Watch:
         self._blocked_since: float | None = None
         self._missing: dict[int | None, float] = {}
         """Partitions that nobody owns, and None where nobody leads, by since when."""
+        self._warn_s = settings.stall_warn_s
 
     async def check(self, blocked_at_version: int | None) -> None:
         """Say, between two looks, that nothing came. Raises StallError, CollectorUnavailableError."""
         now = time.monotonic()
         self._check_blocked(blocked_at_version, now)
         if self._timeout_s is not None and now - self._began > self._timeout_s:
-            raise StallError(
-                f"no {self._what} in {self._timeout_s:g} s: {explain(await self._store.status(), self._settings)}"
-            )
+            raise StallError(f"no {self._what} in {self._timeout_s:g} s: {(await self._diagnosis()).verdict}")
+        if now - self._began > self._warn_s:
+            self._warn_s *= 2
+            await self._warn(now - self._began)
         if now - self._asked < 1.0:
             return
         self._asked = now
@@ -243,6 +244,14 @@ class Watch:
                 "(`forebay collector`), and read on: nothing is lost"
             )
 
+    async def _diagnosis(self) -> Diagnosis:
+        return diagnose(await self._store.look(), self._settings)
+
+    async def _warn(self, waited_s: float) -> None:
+        found = await self._diagnosis()
+        event = f"{self._what}.waiting"
+        log.warning(event, waited_s=round(waited_s, 1), cause=found.cause.value, why=found.verdict, **found.particulars)
+
     def _check_blocked(self, version: int | None, now: float) -> None:
         if version is None:
             self._blocked_since = None
@@ -255,43 +264,3 @@ class Watch:
                 "of the version, all that max_staleness allows; push the next version (set_version or "
                 "update_weights_from_disk), or set batches_per_version to the batches taken for each version"
             )
-
-
-def explain(status: RunStatus, settings: RunSettings) -> str:
-    """One line on what the next batch waits for."""
-    where = f"{status.queued} groups queued, {status.running} running, {status.ready} of {settings.batch_size} ready"
-    if direct := status.direct_queued + status.direct_running:
-        where += f"; {direct} groups to be collected by id queued or running"
-    if status.stopped is not None:
-        return f"the run has stopped itself: {status.stopped}; mend the cause, then `forebay resume`"
-    if short := out_of_memory(status.bounds):
-        return f"{short} ({where})"
-    if not status.collector_alive:
-        return f"no collector is alive ({where})"
-    if unowned := status.owners.unowned:
-        where += f"; no collector reads partition {', '.join(map(str, unowned))} of the results"
-    if status.cut == 0 and status.ready < settings.batch_size:
-        ahead = status.delivered_ahead
-        if ahead and ahead + settings.batch_size > status.capacity:
-            return (
-                f"{ahead} groups are handed over ahead of version {status.version}, and max_staleness allows no "
-                f"further batch: push the next version ({where})"
-            )
-    if status.in_flight == 0:
-        ends = ", ".join(f"{status.count(name)} {name}" for name in ("delivered", "rejected", "evicted"))
-        return f"all {status.count('submitted')} submitted groups have ended ({ends}); submit more, or end the data"
-    if not status.workers and status.in_flight:
-        return f"no worker is alive ({where}); start one with `forebay worker`"
-    if not status.servers:
-        return f"no inference server is registered ({where}); set FOREBAY_SERVERS for the workers"
-    if status.workers and all(about.get("servers_healthy") == 0 for about in status.workers.values()):
-        return f"no inference server answers ({', '.join(status.servers)}; {where})"
-    reasons = {name.removeprefix("rejected:"): n for name, n in status.counters.items() if name.startswith("rejected:")}
-    if reasons:
-        most = max(reasons, key=lambda name: reasons[name])
-        where += f"; rejected so far: {status.count('rejected')}, most of them {most} ({reasons[most]})"
-    if status.queued and (held := held_back(status.bounds)):
-        where += f"; {held}"
-    if status.running == direct == 0 and status.ready < settings.batch_size and status.queued == 0:
-        return f"too few groups for a batch ({where}); submit more, or end the data (`forebay end`)"
-    return where

@@ -17,6 +17,7 @@ from forebay.batches import AsyncBatchStream, BatchData, CollectedRollouts, Roll
 from forebay.client import AsyncClient
 from forebay.options import GroupOptions
 from forebay.settings import EngineSettings, RunSettings, Settings
+from forebay.stalls import Diagnosis
 from forebay.store.ledger_records import DeadGroup, Drop, Redriven, SetAside
 from forebay.store.records import RunStatus
 from forebay.weights import UpdatePhase, WeightUpdateResult
@@ -273,6 +274,10 @@ class Client:
     def status(self) -> RunStatus:
         """Where the groups of the run are, at one instant."""
         return self._loop.run(self._client.status())
+
+    def explain(self) -> Diagnosis:
+        """Why the next batch does not come."""
+        return self._loop.run(self._client.explain())
 
     def drops(self, *, since: float = 0.0, limit: int | None = 1000) -> list[Drop]:
         """The last `limit` groups that did not reach a trainer since Unix time `since`, the newest first, and why."""

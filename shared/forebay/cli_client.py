@@ -11,18 +11,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forebay import cli_ledger
-from forebay.batches import explain
+from forebay import cli_ledger, cli_why
 from forebay.blocking import Batch, Client
-from forebay.errors import ConsumerError, QueueFullError, RunNotReadyError, SubmitError
-from forebay.settings import Settings, load
-from forebay.store.records import RunStatus
+from forebay.cli_why import look_at_run
+from forebay.errors import ConsumerError, QueueFullError, SubmitError
+from forebay.settings import RunSettings
+from forebay.stalls import diagnose
+from forebay.store.connection import address
+from forebay.store.look_records import RunLook
 from forebay.wire.values import encode_plain
 
 __all__ = ["print_run", "register", "run_table"]
 
 _MAX_LINE_BYTES = 16 * 2**20
-_STATUS_TIMEOUT_S = 3.0
 
 
 def register(app: typer.Typer) -> None:
@@ -31,6 +32,7 @@ def register(app: typer.Typer) -> None:
     app.command()(batches)
     app.command()(end)
     app.command()(resume)
+    cli_why.register(app)
     cli_ledger.register(app)
 
 
@@ -264,9 +266,10 @@ def end() -> None:
     print(f"the data of run {client.settings.run} has ended")
 
 
-def run_table(status: RunStatus, client: Client) -> Table:
+def run_table(look: RunLook, rules: RunSettings, run: str) -> Table:
     """What `forebay status` shows of a run."""
-    table = Table(title=f"run {client.settings.run}", show_header=False, title_justify="left")
+    status = look.status
+    table = Table(title=f"run {run}", show_header=False, title_justify="left")
     rows = {
         "version": f"{status.version} ({status.delivered_ahead} groups handed over ahead of it)",
         "groups": f"{status.queued} queued, {status.running} running, {status.ready} ready, {status.cut} cut",
@@ -278,12 +281,12 @@ def run_table(status: RunStatus, client: Client) -> Table:
         "collectors": _collectors(status),
         "results": ", ".join(f"{one.unread} unread in {one.number}" for one in status.owners.partitions),
         "workers": str(len(status.workers)),
-        "servers": ", ".join(status.servers) or "none",
+        "servers": ", ".join(map(address, status.servers)) or "none",
         "bounds": ", ".join(str(bound) for bound in status.bounds if bound.used or bound.reached) or "far from any",
-        "next batch": explain(status, client.run_settings),
+        "next batch": f"{diagnose(look, rules).verdict} (`forebay why` has more)",
     }
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, value.replace("[", r"\["))
     return table
 
 
@@ -305,10 +308,8 @@ def _collectors(status: RunStatus) -> str:
 def print_run(console: Console | None = None) -> None:
     """Print the status of the run that the environment names; a line where nobody serves it."""
     out = console or Console()
-    try:
-        client = Client.connect(load(Settings, redis_timeout_s=_STATUS_TIMEOUT_S), wait_s=0)
-    except RunNotReadyError as error:
-        out.print(str(error), markup=False)
+    seen = look_at_run()
+    if seen.look is None or seen.rules is None:
+        out.print(seen.nobody, markup=False)
         return
-    with client:
-        out.print(run_table(client.status(), client))
+    out.print(run_table(seen.look, seen.rules, seen.run))

@@ -15,6 +15,7 @@ from forebay.errors import ConsumerError, QueueFullError, SubmitError, VersionEr
 from forebay.feeding import Feeds, GroupBuffer
 from forebay.options import GroupOptions, resolve_rules
 from forebay.settings import EngineSettings, RunSettings, Settings, load
+from forebay.stalls import Diagnosis, diagnose
 from forebay.store.ledger_records import DeadGroup, Drop, Redriven, SetAside
 from forebay.store.records import Channel, Cursor, RunStatus
 from forebay.store.store import Store
@@ -354,6 +355,13 @@ class AsyncClient:
     async def status(self) -> RunStatus:
         """Where the groups of the run are, at one instant."""
         return await self._store.status()
+
+    async def explain(self) -> Diagnosis:
+        """Why the next batch does not come: the cause, one sentence, and the group, slot, worker and server concerned.
+
+        ``forebay why`` shows it all. Two round trips to Redis; nothing is changed.
+        """
+        return diagnose(await self._store.look(), self.run_settings)
 
     async def drops(self, *, since: float = 0.0, limit: int | None = 1000) -> list[Drop]:
         """The last `limit` groups that did not reach a trainer, the newest first, and why.

@@ -249,6 +249,10 @@ class RunSettings(_Base):
     run; a group stays in the partition that it was given when it was put in the queue."""
     stall_timeout_s: float = Field(300.0, gt=0)
     """A trainer's read that cannot be served before the version moves is an error after this time."""
+    stall_warn_s: float = Field(60.0, gt=0)
+    """When groups run, or a trainer waits, and no batch was cut for so long, and for three times the usual time between
+    two, the collector's log says what the next batch waits for; again each time the wait has doubled. So does the log
+    of a reader that has waited for so long."""
 
     retain_batches: int = Field(0, ge=0, le=1000)
     """The last so many acknowledged batches are kept, for a trainer that goes back to an older checkpoint

@@ -80,6 +80,13 @@ class Session:
                 seconds[name] += now - since
             return seconds
 
+    @property
+    def open_phases(self) -> dict[str, float]:
+        """The phases that run, the one that began first before the others: for how many seconds each has."""
+        with self._lock:
+            now = self.seconds
+            return {name: now - since for name, (_, since) in self._open.items()}
+
     def enter(self, phase: str) -> Span:
         """`phase` begins."""
         name = phase[:MAX_NAME]

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 import pytest
 from driver import Driver, a_row, reap_until
 
-from forebay.batches import explain
 from forebay.errors import QueueFullError
 from forebay.outcomes import FailureKind
 from forebay.settings import RunSettings, Settings
+from forebay.stalls import diagnose
 from forebay.store import Store
 from forebay.store.records import Channel, RunStatus
 from forebay.wire.codec import encode_rows
@@ -153,7 +153,7 @@ class TestAdmission:
         assert await driver.admit() == 1024 // (2 * SLOT) - 2
         assert await driver.admit() == 0
         status = await with_a_worker(driver)
-        assert "at its bound: rows_bytes" in explain(status, RunSettings(batch_size=2))
+        assert "at its bound: rows_bytes" in diagnose(await driver.store.look(), RunSettings(batch_size=2)).verdict
         await driver.run_admitted()
         assert await used(store, "rows_bytes") <= 1024
         batch, _ = await driver.take_batch()
@@ -196,7 +196,10 @@ class TestAdmission:
         await driver.submit(2)
         assert await driver.admit() == 0
         status = await with_a_worker(driver)
-        assert "at its bound: unread_results 8 of 3" in explain(status, RunSettings(batch_size=2))
+        assert (
+            "at its bound: unread_results 8 of 3"
+            in diagnose(await driver.store.look(), RunSettings(batch_size=2)).verdict
+        )
         assert await used(driver.store, "unread_results_bytes") > 0
         for task_id in range(1, 5):
             await driver.commit(task_id)

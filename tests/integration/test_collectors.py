@@ -17,9 +17,9 @@ from services import WORKFLOW, Services, read, services
 from structlog.testing import capture_logs
 
 from forebay import AsyncClient
-from forebay.batches import explain
 from forebay.errors import CollectorUnavailableError, FencedError
 from forebay.settings import RunSettings
+from forebay.stalls import diagnose
 from forebay.store.records import Owners, RunStatus
 from forebay_collector.service import Collector
 
@@ -177,7 +177,7 @@ async def test_a_partition_that_nobody_reads_is_said(redis_url: str, run_name: s
         assert time.monotonic() - began < 15
         await submit(client, 2)
         status = await client.status()
-        assert "no collector reads partition 0, 1, 2, 3" in explain(status, running.rules)
+        assert "no collector reads partition 0, 1, 2, 3" in diagnose(await running.store.look(), running.rules).verdict
         await running.store.resign("crippled")
         await running.start_collector()
         batch = await stream.next()

@@ -25,12 +25,12 @@ from services import Services, read, services
 from structlog.testing import capture_logs
 
 from forebay import AsyncClient, Client, Settings
-from forebay.batches import explain
 from forebay.cli_client import run_table
 from forebay.errors import QueueFullError, SettingsError, StoreFullError
 from forebay.http_metrics import Listen
 from forebay.outcomes import FailureKind
 from forebay.settings import RunSettings
+from forebay.stalls import diagnose
 from forebay.store import Store
 from forebay.store.server_check import check_server
 from forebay.wire.codec import encode_rows
@@ -154,7 +154,7 @@ class TestTransitions:
         await store.set_dynamic(True)
         status = await driver.check()
         assert (status.count("delivered"), status.ready) == (2, 1)
-        assert "Redis has no memory left" in explain(status, RunSettings(batch_size=2))
+        assert "Redis has no memory left" in diagnose(await driver.store.look(), RunSettings(batch_size=2)).verdict
 
     async def test_a_worker_that_comes_back_needs_no_memory(self, driver: Driver, own_redis: str) -> None:
         """Case 42: servers that are registered already are not written again."""
@@ -268,7 +268,7 @@ class TestPipeline:
             await until(all_held, "four results to be held")
             with pytest.raises(StoreFullError, match="has no memory left"):
                 await client.submit({"ids": [1]}, "pipeline_workflows.EchoWorkflow", {}, group_size=2)
-            assert "Redis has no memory left" in explain(await client.status(), running.rules)
+            assert "Redis has no memory left" in diagnose(await running.store.look(), running.rules).verdict
             beats = (await running.store._redis.zrange(running.store.keys.workers_seen, 0, 0, withscores=True))[0][1]
 
             async def two_leases_later() -> bool:

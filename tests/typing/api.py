@@ -169,6 +169,7 @@ async def asynchronous() -> None:
         await client.set_version(await client.version() + 1)
         result = await client.update_weights_from_disk(Path("weights"), 2, on_progress=print)
         assert_type(result.out, list[str])
+        assert_type((await client.explain()).verdict, str)
 
 
 def plain() -> None:

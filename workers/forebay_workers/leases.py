@@ -26,11 +26,28 @@ Attempt = tuple[int, int, int]
 class Leases:
     """What this worker holds, by attempt."""
 
-    def __init__(self, store: Store, worker: str, lease_s: float, about: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        worker: str,
+        lease_s: float,
+        about: Callable[[], dict[str, Any]],
+        doing: Callable[[Attempt | None], bytes] = lambda _: b"",
+    ) -> None:
+        """Keep the attempts of `worker`.
+
+        Args:
+            store: the run's.
+            worker: its name.
+            lease_s: of the attempts.
+            about: what the worker says of itself.
+            doing: what its attempts do, of which the one that is given blocks the event loop.
+        """
         self._store = store
         self._worker = worker
         self._lease_s = lease_s
         self._about = about
+        self._doing = doing
         self._held: dict[Attempt, asyncio.Task[Any]] = {}
 
     def __len__(self) -> int:
@@ -58,13 +75,15 @@ class Leases:
         """The attempt that `task` runs. For other threads too."""
         return next((attempt for attempt, held in list(self._held.items()) if held is task), None)
 
-    async def renew(self, store: Store) -> None:
-        """A heart-beat over `store`, from another thread, while the loop that should do it is blocked."""
-        await store.heartbeat(self._worker, self._about(), self._lease_s, self.held())
+    async def renew(self, store: Store, culprit: Attempt | None = None) -> None:
+        """A heart-beat over `store`, from another thread, while `culprit` blocks the loop that should do it."""
+        await store.heartbeat(self._worker, self._about(), self._lease_s, self.held(), self._doing(culprit))
 
     async def beat(self) -> None:
         """One heart-beat: renew all, and stop what has been lost."""
-        lost = await self._store.heartbeat(self._worker, self._about(), self._lease_s, list(self._held))
+        lost = await self._store.heartbeat(
+            self._worker, self._about(), self._lease_s, list(self._held), self._doing(None)
+        )
         for attempt in lost:
             # Popped first: a task that finds itself dropped knows that there is nothing left to hand back.
             task = self._held.pop(attempt, None)

@@ -61,7 +61,7 @@ class Rescue:
         self._do(lambda store: self._release(store, innocent))
 
     async def _keep(self, store: Store) -> None:
-        await self._leases.renew(store)
+        await self._leases.renew(store, self.culprit())
 
     async def _release(self, store: Store, attempts: list[Attempt]) -> None:
         for attempt in attempts:

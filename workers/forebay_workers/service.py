@@ -23,6 +23,7 @@ from forebay.store.store import Store
 from forebay.trace_files import TraceWriter
 from forebay_workers.admission import admit_groups
 from forebay_workers.arq_host import SlotHost
+from forebay_workers.doing import what_runs
 from forebay_workers.engines.fleet import Fleet
 from forebay_workers.leases import Attempt, Leases
 from forebay_workers.metrics import WorkerMetrics, WorkerState
@@ -91,7 +92,7 @@ class Worker:
         self._run_settings = settings
         self._engine_settings = engine_settings
         self._fleet = Fleet(engine_settings)
-        self._leases = Leases(store, self.name, rules.lease_s, self._about)
+        self._leases = Leases(store, self.name, rules.lease_s, self._about, self._doing)
         self._traces = _trace_writer(worker_settings, self.name)
         self._runner = SlotRunner(store, self._fleet, self._leases, self.name, rules, worker_settings, self._traces)
         self._host = SlotHost(
@@ -131,6 +132,9 @@ class Worker:
             "servers": len(self._fleet.stats()),
             "servers_healthy": sum(server.healthy for server in self._fleet.stats().values()),
         }
+
+    def _doing(self, culprit: Attempt | None) -> bytes:
+        return what_runs(self._runner.sessions, self._fleet, culprit).pack()
 
     def _state(self) -> WorkerState:
         servers = self._fleet.stats()

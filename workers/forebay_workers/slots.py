@@ -66,6 +66,8 @@ class SlotRunner:
         )
         self.draining = False
         """The worker is shutting down: a cancelled attempt is handed back."""
+        self.sessions: dict[Attempt, Session] = {}
+        """The episodes that run here, by attempt."""
         self.ended: dict[str, int] = {}
         """Attempts that ended here, by outcome."""
         self.ended_by_kind: Counter[tuple[str, str]] = Counter()
@@ -95,10 +97,11 @@ class SlotRunner:
                 log.warning("slot.not_published", reason=str(error))
             finally:
                 self._leases.drop(lease.attempt)
+                self.sessions.pop(lease.attempt, None)
 
     async def _hold_and_run(self, attempt: Attempt, lease: Lease) -> None:
         began = time.monotonic()
-        session = Session(self._store.keys.run, *attempt)
+        session = self.sessions[attempt] = Session(self._store.keys.run, *attempt)
         try:
             with session.active(), self._caches.of(attempt[0]) as cache:
                 ended = await self._attempt(attempt, lease, cache, session)

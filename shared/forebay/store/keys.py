@@ -200,6 +200,11 @@ class Keys:
         return self._key("workers:seen")
 
     @property
+    def workers_doing(self) -> str:
+        """Hash: worker id -> what its attempts and its servers did at its last heart-beat (:class:`Doing`)."""
+        return self._key("workers:doing")
+
+    @property
     def collector(self) -> str:
         """String with expiry: the collector that leads."""
         return self._key("lease:collector")

@@ -30,6 +30,7 @@ from forebay.store.base import run_stopped
 from forebay.store.bounds import bounds_of
 from forebay.store.leading import LeaderCalls
 from forebay.store.ledgers import LedgerCalls
+from forebay.store.looking import LookCalls
 from forebay.store.owning import OwnerCalls
 from forebay.store.producing import ProducerCalls
 from forebay.store.records import RunStatus
@@ -40,7 +41,7 @@ from forebay.wire.values import unpack
 __all__ = ["Store", "run_stopped"]
 
 
-class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LedgerCalls):
+class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LedgerCalls, LookCalls):
     """The state of one run: what each role does (the bases), and what everybody may ask."""
 
     async def run_settings(self) -> RunSettings | None:

@@ -38,11 +38,19 @@ class WorkerCalls(StoreBase):
         return leases
 
     async def heartbeat(
-        self, worker: str, about: dict[str, Any], lease_s: float, held: Iterable[tuple[int, int, int]]
+        self,
+        worker: str,
+        about: dict[str, Any],
+        lease_s: float,
+        held: Iterable[tuple[int, int, int]],
+        doing: bytes = b"",
     ) -> list[tuple[int, int, int]]:
-        """Say that `worker` lives and renew what it holds: the attempts that it has lost meanwhile."""
+        """Say that `worker` lives and renew what it holds: the attempts that it has lost meanwhile.
+
+        `doing` is what its attempts do, a packed :class:`Doing`.
+        """
         flat = [part for attempt in held for part in attempt]
-        lost = await self._run("heartbeat", worker, msgpack.packb(about), int(lease_s * 1000), *flat)
+        lost = await self._run("heartbeat", worker, msgpack.packb(about), int(lease_s * 1000), doing, *flat)
         return [cast("tuple[int, int, int]", tuple(int(part) for part in item.split(b":"))) for item in lost]
 
     async def note_unreadable_spec(self, task_id: int, reason: str, sample: bytes) -> None:
@@ -51,7 +59,10 @@ class WorkerCalls(StoreBase):
 
     async def sign_off(self, worker: str) -> None:
         """Take `worker` off the list of live workers."""
-        await self._ask(("HDEL", self.keys.workers, worker), ("ZREM", self.keys.workers_seen, worker))
+        keys = self.keys
+        await self._ask(
+            ("HDEL", keys.workers, worker), ("HDEL", keys.workers_doing, worker), ("ZREM", keys.workers_seen, worker)
+        )
 
     async def publish(
         self,

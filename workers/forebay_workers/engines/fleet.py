@@ -23,11 +23,18 @@ from typing import TYPE_CHECKING, Self
 
 import structlog
 
+from forebay import workflow_context
 from forebay.backends import make_backend, make_session
 from forebay.backends.base import ServerError
 from forebay.errors import ServerUnavailableError, SlotDataError
 from forebay.generation import InferenceEngine, StopReason
-from forebay_workers.engines.progress import Progress, token_versions
+from forebay_workers.engines.progress import (
+    GENERATING,
+    WAITING_FOR_SERVER,
+    WAITING_FOR_UPDATE,
+    Progress,
+    token_versions,
+)
 from forebay_workers.engines.router import Router
 from forebay_workers.engines.server import Server
 
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
     from forebay.generation import ModelRequest, ModelResponse
     from forebay.settings import EngineSettings
 
-__all__ = ["Fleet", "ServerStats"]
+__all__ = ["Fleet", "Generating", "ServerStats"]
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +71,22 @@ class ServerStats:
     """Calls that it answered; a resumed generation takes several."""
     tokens: int
     errors: int
+    paused_s: float | None = None
+    """For how long it has been paused."""
+    down_s: float | None = None
+    """For how long it has not been healthy."""
+    error: str = ""
+    """What it last failed with, while it is down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generating:
+    """What an episode's oldest open generation does."""
+
+    doing: str
+    seconds: float
+    """Since it was asked for."""
+    server: str
 
 
 class Fleet(InferenceEngine):
@@ -77,6 +100,7 @@ class Fleet(InferenceEngine):
         self._session: aiohttp.ClientSession | None = None
         self._wanted: set[str] = set()
         self._available = asyncio.Event()
+        self._open: dict[int, Progress] = {}
 
     async def start(self) -> None:
         """Open connections and begin to watch the servers that were set. Safe to call again."""
@@ -132,9 +156,19 @@ class Fleet(InferenceEngine):
                 requests=server.requests,
                 tokens=server.tokens,
                 errors=server.errors,
+                paused_s=None if server.paused_at is None else max(0.0, time.monotonic() - server.paused_at),
+                down_s=None if server.down_at is None else max(0.0, time.monotonic() - server.down_at),
+                error=server.error,
             )
-            for url, server in self._servers.items()
+            for url, server in list(self._servers.items())
         }
+
+    def generating(self) -> dict[tuple[int, int, int], Generating]:
+        """What runs here, by ``(task_id, sample_idx, attempt)`` of the episode that asked. For other threads too."""
+        oldest: dict[tuple[int, int, int], Generating] = {}
+        for progress in list(self._open.values()):  # oldest first
+            oldest.setdefault(progress.slot, Generating(progress.doing, progress.started_s, progress.server))
+        return oldest
 
     @property
     def ready(self) -> bool:
@@ -161,18 +195,30 @@ class Fleet(InferenceEngine):
         anew, and a stop string that spans the seam is not seen.
         """
         progress = Progress.of(req)
+        context = workflow_context.get()
+        progress.slot = context.task_id, context.sample_idx, context.attempt
+        self._open[id(progress)] = progress
+        try:
+            return await self._generate(progress)
+        finally:
+            del self._open[id(progress)]
+
+    async def _generate(self, progress: Progress) -> ModelResponse:
         while True:
             segment, url = await self._next_segment(progress)
             if segment.stop is not StopReason.ABORT:
                 return progress.response(segment.stop)
             if progress.remaining == 0:
                 return progress.response(StopReason.LENGTH)
+            progress.doing = WAITING_FOR_UPDATE
             await self._wait_to_resume(url, progress)
 
     async def _next_segment(self, progress: Progress) -> tuple[Segment, str]:
         """One successful call, on whatever server; its tokens are in `progress`."""
         while True:
+            progress.doing = WAITING_FOR_SERVER
             server = await self._acquire(progress)
+            progress.doing, progress.server = GENERATING, server.url
             try:
                 return await self._call(server, progress), server.url
             except ServerError as error:
@@ -241,6 +287,7 @@ class Fleet(InferenceEngine):
     def _suspect(self, server: Server, error: ServerError) -> None:
         """Take a server that failed a request out of the rotation and have it checked at once."""
         server.errors += 1
+        server.note_health(healthy=False, error=str(error))
         if self._router.is_healthy(server.url):
             log.warning("server.down", server=server.url, reason=str(error))
             server.hold_off(self._settings.health_interval_s)
@@ -289,6 +336,7 @@ class Fleet(InferenceEngine):
             await server.refresh()
         except ServerError as error:
             server.failed_checks += 1
+            server.note_health(healthy=False, error=str(error))
             if was_healthy:
                 log.warning("server.down", server=server.url, reason=str(error))
             self._router.set_health(server.url, healthy=False)
@@ -299,6 +347,7 @@ class Fleet(InferenceEngine):
             held = time.monotonic() < server.held_until
             healthy = server.removed_at is None and not held
             self._router.set_health(server.url, healthy=healthy, paused=server.paused)
+            server.note_health(healthy=healthy)
             if healthy and not was_healthy:
                 log.info("server.up", server=server.url, version=server.label)
         self._note_availability()

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from forebay.backends.base import Segment, ServerError
     from forebay.generation import GenerationHyperparameters, ModelRequest, StopReason
 
-__all__ = ["Progress", "token_versions"]
+__all__ = ["GENERATING", "WAITING_FOR_SERVER", "WAITING_FOR_UPDATE", "Progress", "token_versions"]
+
+GENERATING = "generating"
+WAITING_FOR_SERVER = "waiting for a server"
+WAITING_FOR_UPDATE = "waiting for a weight update"
 
 _LONGEST_WAIT_S = 1.0
 _MAX_DOUBLINGS = 16
@@ -67,6 +71,12 @@ class Progress:
     error: ServerError | None = None
     failing_since: float | None = None
     """Monotonic time of the first failure since tokens last came."""
+    slot: tuple[int, int, int] = (-1, 0, 0)
+    """``(task_id, sample_idx, attempt)`` of the episode that asks, for who wants to know what it does."""
+    server: str = ""
+    """Where it is under way, or was last."""
+    doing: str = WAITING_FOR_SERVER
+    """What it does now: one of the words here."""
     _started: float = field(default_factory=time.monotonic)
     _first_tokens_s: float | None = None
     _last_headway: float = field(default_factory=time.monotonic)
@@ -99,6 +109,11 @@ class Progress:
                 f"max_tokens={gconfig.max_tokens}, max_new_tokens={gconfig.max_new_tokens}"
             )
         return cls(req.rid, list(prompt), gconfig, budget, req.image_data, max(prompt))
+
+    @property
+    def started_s(self) -> float:
+        """Seconds since the request came."""
+        return time.monotonic() - self._started
 
     @property
     def remaining(self) -> int:

@@ -26,6 +26,11 @@ class Server:
         self.label: int | None = None
         self.vocab_size: int | None = None
         self.paused = False
+        self.paused_at: float | None = None
+        """Monotonic time since when it has been; likewise the next."""
+        self.down_at: float | None = time.monotonic()
+        self.error = ""
+        """What it last failed with."""
         self.requests = 0
         self.tokens = 0
         self.errors = 0
@@ -45,6 +50,12 @@ class Server:
         self.label = info.version
         self.vocab_size = info.vocab_size
         self.paused = bool(info.paused)
+        self.paused_at = (self.paused_at or time.monotonic()) if self.paused else None
+
+    def note_health(self, *, healthy: bool, error: str = "") -> None:
+        """Remember since when it has been down, and why, for who asks; the router decides by its own."""
+        self.down_at = None if healthy else self.down_at or time.monotonic()
+        self.error = "" if healthy else error or self.error
 
     async def generate(self, progress: Progress) -> Segment:
         """One call. Raises as :meth:`Backend.generate`, and ServerError when :meth:`give_up_calls` ends it."""

@@ -23,7 +23,7 @@ while #claimed < most do
     local g = group_key(task or '')
     if task and id == job_id(task, idx, attempt) and wanted(g, task, idx, attempt) then
       call('ZADD', leases, now + lease, member(task, idx, attempt))
-      call('HSET', g, 'w' .. idx, worker)
+      call('HSET', g, 'w' .. idx, worker, 'c' .. idx, now)
       claimed[#claimed + 1] = {id, call('HGET', g, 'n'), tonumber(call('HGET', g, 'dl')) - now}
       if not seen[task] then
         seen[task] = true

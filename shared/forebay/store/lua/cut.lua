@@ -27,7 +27,8 @@ end
 local entry = call('XADD', key('batches'), '*', 'b', batch, 'x', ARGV[2])
 call('HSET', batch_key(batch), 'st', 'unread', 'e', entry)
 call('HINCRBY', STATE, 'cut_batches', 1)
-call('HSET', STATE, 'settled', call('ZCARD', key('ready'))) -- of those rejected so far the next batch knows nothing
+-- Of those rejected so far the next batch knows nothing.
+call('HSET', STATE, 'cut_at', now_ms(), 'settled', call('ZCARD', key('ready')))
 for field, told in pairs(ARGV[3] ~= '' and cmsgpack.unpack(ARGV[3]) or {}) do
   if call('HINCRBY', key('tally'), field, -told) <= 0 then call('HDEL', key('tally'), field) end
 end

@@ -29,6 +29,7 @@ if outcome == 'failed' then
   call('UNLINK', rows) -- written by an earlier try to publish it as usable
   if current ~= attempt then return 'superseded' end
   count('failures:' .. kind)
+  call('HSET', g, 'x' .. idx, kind .. ': ' .. string.sub(ARGV[8], 1, MAX_DETAIL)) -- for who asks what a group waits for
   if fail_attempt(task, idx, tonumber(attempt), kind, now_ms()) == 'retry' then return 'retry' end
 elseif current ~= attempt then
   retire(task, idx, current)

@@ -21,6 +21,7 @@ for _, m in ipairs(expired) do
   if slot[1] == 'running' and not slot[2] and slot[3] == attempt then
     count('leases_lost')
     count('failures:infra')
+    call('HSET', group_key(task), 'x' .. idx, 'infra: worker ' .. (slot[4] or '?') .. ' fell silent')
     if fail_attempt(task, idx, tonumber(attempt), 'infra', now) == 'final' then
       local reason = 'worker ' .. (slot[4] or '?') .. ' fell silent'
       local header = failure(task, idx, attempt, 'infra', reason)
