@@ -102,7 +102,7 @@ class Dumper:
         except ImportError:
             raise SettingsError("FOREBAY_DUMP_TO_FILE needs transformers; install forebay[collector]") from None
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise SettingsError(
                 f"FOREBAY_TOKENIZER_PATH={self._tokenizer_path}: no tokenizer there ({error})"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, FencedError, FrameError, SettingsError
+from forebay.errors import ConnectionLostError, FencedError, FrameError, RedisRefusedError, SettingsError
 from forebay.http_metrics import Listen, MetricsServer
 from forebay.loop_lag import watch_loop
 from forebay.settings import RunSettings, Settings
@@ -144,7 +144,7 @@ class Collector:
                 task.result()
         finally:
             await stop_tasks([*tasks, *self._commits.values(), stopped])
-            with contextlib.suppress(ConnectionLostError):
+            with contextlib.suppress(ConnectionLostError, RedisRefusedError):
                 await self._store.resign(self.name)
             log.info("collector.stopped", collector=self.name)
 

@@ -18,6 +18,9 @@ def split(name: str) -> tuple[str, str]:
     parts = [*module.split("."), *attribute.split(".")]
     if not all(part.isidentifier() for part in parts):
         raise WorkflowError(f"{name!r} is no import string; write package.module:Name")
+    if any(part.startswith("__") for part in parts):
+        # `__main__` runs a program when it is imported, and others lead to what a module has from elsewhere.
+        raise WorkflowError(f"{name!r} has a name with two underscores at its beginning, which is never imported")
     return module, attribute
 
 

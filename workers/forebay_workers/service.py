@@ -13,7 +13,7 @@ import structlog
 
 from forebay import workflow_context
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, SettingsError
+from forebay.errors import ConnectionLostError, RedisRefusedError, SettingsError
 from forebay.http_metrics import Listen
 from forebay.settings import EngineSettings, RunSettings, Settings
 from forebay.store.store import Store
@@ -49,6 +49,7 @@ async def run_worker(
         PortInUseError: the port for the metrics is taken.
         SettingsError: a setting of the metrics is bad.
         ConnectionLostError: Redis cannot be reached at start.
+        RedisRefusedError: Redis refuses the credentials, or a command, whenever that is.
         RunNotReadyError: no collector published the run's settings within ``wait_for_run_s``.
         SettingsError: ``trace_dir`` cannot be written to.
     """
@@ -172,7 +173,7 @@ class Worker:
             self._runner.draining = True
             await stop_tasks(self._leases.tasks())
         await stop_tasks([heartbeat, *others, stopped])
-        with contextlib.suppress(ConnectionLostError):
+        with contextlib.suppress(ConnectionLostError, RedisRefusedError):
             await self._store.sign_off(self.name)
         try:
             async with asyncio.timeout(_CLOSE_S):

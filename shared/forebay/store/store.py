@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from forebay.errors import FrameError, RunNotReadyError
-from forebay.settings import RunSettings
+from forebay.settings import RunSettings, check_server_url
 from forebay.store.base import run_stopped
 from forebay.store.leading import CollectorCalls
 from forebay.store.ledgers import LedgerCalls
@@ -57,8 +57,10 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
         return bool(alive)
 
     async def add_servers(self, urls: Iterable[str]) -> None:
-        """Add inference servers to the registry."""
+        """Add inference servers to the registry. Raises SettingsError for what is no URL, or holds a secret."""
         names = [url.rstrip("/") for url in urls]
+        for name in names:
+            check_server_url(name)
         if names:
             await self._ask(("SADD", self.keys.servers, *names))
 
