@@ -148,7 +148,11 @@ class Worker:
     async def _serve(self, stop: asyncio.Event) -> None:
         await self._refresh()
         await self._fleet.start()
-        await self._leases.beat()
+        try:
+            await self._leases.beat()
+        except BaseException:  # nothing runs yet that would close it
+            await self._fleet.close()
+            raise
         tasks = [
             named_task("heartbeat", self._leases.run()),
             named_task("admission", admit_groups(self._store, self._rules.group_deadline_s)),
