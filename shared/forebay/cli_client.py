@@ -15,7 +15,6 @@ from forebay import cli_acl, cli_ledger
 from forebay.batches import explain
 from forebay.blocking import Batch, Client
 from forebay.errors import ConsumerError, QueueFullError, RunNotReadyError, SubmitError
-from forebay.redaction import without_userinfo
 from forebay.settings import Settings, load
 from forebay.store.records import RunStatus
 from forebay.wire.values import encode_plain
@@ -279,7 +278,7 @@ def run_table(status: RunStatus, client: Client) -> Table:
         "asked for by id": f"{status.direct_queued} queued, {status.direct_running} running, {status.held} to collect",
         "collector": "alive" if status.collector_alive else "none",
         "workers": str(len(status.workers)),
-        "servers": without_userinfo(", ".join(status.servers)) or "none",
+        "servers": ", ".join(status.servers) or "none",
         "next batch": explain(status, client.run_settings),
     }
     for name, value in rows.items():

@@ -65,7 +65,7 @@ class Certificates:
 
     @classmethod
     def make(cls, folder: Path) -> Certificates:
-        """Certificates for 127.0.0.1: ``server``; one that is over, ``expired``; one for another host, ``elsewhere``."""
+        """Certificates for 127.0.0.1: ``server``, and ``expired``, which is over; ``elsewhere`` is for another host."""
         made = cls(folder)
         for name in ("ca", "other-ca"):
             made._openssl(
@@ -100,6 +100,7 @@ class Guarded:
     port: int
     tls_port: int
     admin: redis.Redis
+    process: subprocess.Popen[bytes]
 
     def url(self, user: str = "", password: str = ADMIN, *, tls: str | None = None) -> str:
         """A URL with credentials; `tls` is what follows the ``?`` of a ``rediss://`` one."""
@@ -148,7 +149,7 @@ def guarded(binary: Path, folder: Path, *options: str, tls: Certificates | None 
             admin.config_set("requirepass", password)
             admin.close()
             admin = redis.Redis(port=port, password=password, socket_timeout=5)
-        yield Guarded(port, tls_port, admin)
+        yield Guarded(port, tls_port, admin, process)
     finally:
         admin.close()
         process.kill()

@@ -1,4 +1,4 @@
-"""A pipeline whose processes have users of Redis of their own, each with exactly the rules that `forebay acl` prints."""
+"""A pipeline whose processes have users of Redis of their own, with exactly the rules that `forebay acl` prints."""
 
 from __future__ import annotations
 

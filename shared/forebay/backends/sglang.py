@@ -14,6 +14,7 @@ import structlog
 from forebay.backends.base import Backend, ModelInfo, Segment, ServerError, read_answer, shorten
 from forebay.backends.sglang_answer import AnswerParser, integer_label
 from forebay.errors import GenerationError, SlotDataError
+from forebay.redaction import HIDDEN
 
 if TYPE_CHECKING:
     from forebay.generation import GenerationHyperparameters
@@ -164,7 +165,11 @@ class SglangBackend(Backend):
         if raw is None:
             most = self._settings.max_answer_bytes
             raise _TooLongError(f"{url}: the answer is longer than FOREBAY_ENGINE_MAX_ANSWER_BYTES={most}")
-        return response.status, raw.decode("utf-8", errors="replace")
+        text = raw.decode("utf-8", errors="replace")
+        key = self._settings.api_key
+        if key is not None and response.status != HTTPStatus.OK:  # errors quote it, and some servers what they were sent
+            text = text.replace(key.get_secret_value(), HIDDEN)
+        return response.status, text
 
 
 BACKEND = SglangBackend

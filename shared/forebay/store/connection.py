@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -33,6 +34,9 @@ log = structlog.get_logger(__name__)
 ANSWER_TIMEOUT_S = 5.0
 """Longest wait for an answer. Every BLOCK in the project is shorter."""
 
+_ODD = re.compile(r"rediss?://(?!([^/?#@]*@)?[^/?#@]*(/[0-9]*)?(\?[^#@]*)?$)")
+"""URLs whose parts are not what a user with an unencoded password takes them for."""
+
 _PASSING = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError, OSError)
 
 
@@ -53,6 +57,8 @@ def connection_pool(
         SettingsError: `url` is no Redis URL.
     """
     options: dict[str, Any] = {}
+    if _ODD.match(url):  # a password with one of /?#@ in it: its rest would be taken for host or path, and be shown
+        raise _no_url()
     if url.startswith("rediss:"):
         options["ssl_check_hostname"] = True  # by itself redis-py takes any certificate of the CA; the URL may say so
     try:
@@ -73,10 +79,13 @@ def connection_pool(
             "ssl_ca_certs, ssl_certfile, ssl_keyfile, ssl_cert_reqs and ssl_check_hostname, with rediss:// only"
         ) from None
     except ValueError:  # its text would quote a part of the URL, which may be one of the password
-        raise SettingsError(
-            "REDIS_URL is no Redis URL; use redis://[user:password@]host:port/db, with special characters "
-            "percent-encoded"
-        ) from None
+        raise _no_url() from None
+
+
+def _no_url() -> SettingsError:
+    return SettingsError(
+        "REDIS_URL is no Redis URL; use redis://[user:password@]host:port/db, with special characters percent-encoded"
+    )
 
 
 async def riding_through(call: Callable[[], Awaitable[T]], url: str, timeout_s: float) -> T:

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from forebay.errors import FrameError, RunNotReadyError
+from forebay.redaction import without_userinfo
 from forebay.settings import RunSettings, check_server_url
 from forebay.store.base import run_stopped
 from forebay.store.leading import CollectorCalls
@@ -139,7 +140,7 @@ class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCall
             collector_alive=bool(alive),
             counters={name.decode(errors="replace"): _int(value, 0) for name, value in counters.items()},
             workers=workers,
-            servers=tuple(sorted(url.decode(errors="replace") for url in servers)),
+            servers=tuple(sorted(without_userinfo(url.decode(errors="replace")) for url in servers)),
             direct_queued=direct_queued,
             direct_running=direct_running,
             held=held,
