@@ -167,7 +167,9 @@ class SglangBackend(Backend):
             raise _TooLongError(f"{url}: the answer is longer than FOREBAY_ENGINE_MAX_ANSWER_BYTES={most}")
         text = raw.decode("utf-8", errors="replace")
         key = self._settings.api_key
-        if key is not None and response.status != HTTPStatus.OK:  # errors quote it, and some servers what they were sent
+        if (
+            key is not None and response.status != HTTPStatus.OK
+        ):  # errors quote it, and some servers what they were sent
             text = text.replace(key.get_secret_value(), HIDDEN)
         return response.status, text
 
