@@ -460,7 +460,8 @@ def load(kind: type[S], /, **values: Any) -> S:
             name = ".".join(str(part) for part in item["loc"])
             shown = f"{prefix}{name}".upper() if name else "settings"
             # A URL may hold a password, a whole model holds one, and a misspelt name may stand for one.
-            secret = "redis" in name.lower() or is_secret(name) or not name or item["type"] == "extra_forbidden"
+            holds = is_secret(name) or "redis" in name.lower() or name.startswith("servers") or not name
+            secret = holds or item["type"] == "extra_forbidden"
             value = "" if secret else without_userinfo(f"={item['input']!r}")
             lines.append(f"{shown}{value}: {item['msg'].removeprefix('Value error, ')}")
         raise SettingsError("; ".join(lines)) from None
