@@ -182,6 +182,20 @@ async def test_a_run_of_another_name_is_out_of_reach(server: tuple[Guarded, str]
                 await AsyncClient.connect(other, wait_s=30)
 
 
+@pytest.mark.parametrize("role", [Role.TRAINER, Role.WORKER])
+async def test_the_settings_are_the_collectors(server: tuple[Guarded, str], run_name: str, role: Role) -> None:
+    """9: neither a worker's nor a trainer's user can publish another allowlist of imports; both can read it."""
+    async with roles(server, run_name) as run:
+        await run.collector()
+        store = Store.open(run.settings(role))
+        rules = await store.wait_for_settings(10, asyncio.sleep)
+        for command in (("SET", store.keys.settings, "{}"), ("UNLINK", store.keys.settings)):
+            with pytest.raises(RedisRefusedError):
+                await store._ask(command)
+        assert await store.run_settings() == rules
+        await store.close()
+
+
 async def test_a_worker_that_may_not_do_its_work_ends(server: tuple[Guarded, str], run_name: str) -> None:
     """9: a command that is not allowed ends the service with one error that names command, user and remedy."""
     async with roles(server, run_name) as run:

@@ -147,7 +147,7 @@ def binary() -> Path:
 def redis_url(server: Guarded, tls: str | None) -> str:
     """For one user who may do all that the roles do."""
     merged = [word for role in Role for word in rules(role, RUN).split() if word.startswith("+")]
-    keys = [word for word in rules(Role.WORKER, RUN).split() if word.startswith("~")]
+    keys = [word for word in rules(Role.COLLECTOR, RUN).split() if word.startswith("~")]
     server.admin.execute_command("ACL", "SETUSER", "stack", "reset", "on", f">{PASSWORD}", *keys, *merged)
     return server.url("stack", PASSWORD, tls=tls)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -63,13 +64,21 @@ def test_no_role_has_a_dangerous_command(role: Role) -> None:
     assert all(command == command.lower() for command in DIRECT[role])
 
 
-def test_keys_are_of_one_run() -> None:
+@pytest.mark.parametrize("role", Role)
+def test_keys_are_of_one_run(role: Role) -> None:
     """9: the patterns cover every name in `keys.py` and arq's records, and nothing of another run."""
-    mine, other = key_patterns("a/b")
+    patterns = [pattern.rpartition("~")[2].replace("[^", "[!") for pattern in key_patterns(role, "a/b")]
     keys = Keys("a/b")
-    assert keys.group(3).startswith(mine.removesuffix("*"))
-    assert re.fullmatch(re.escape(other).replace(r"\*", ".*"), f"arq:job:{keys.job_id(1, 2, 3)}")
-    assert not any("{a/c}" in pattern for pattern in (mine, other))
+    named = [
+        getattr(keys, name)
+        for name, value in vars(Keys).items()
+        if isinstance(value, property) and name not in ("prefix", "run")
+    ]
+    for name in (*named, keys.prefix, keys.group(3), keys.rows(1, 2, 3), f"arq:job:{keys.job_id(1, 2, 3)}"):
+        assert any(fnmatchcase(name, pattern) for pattern in patterns), name
+    other = Keys("a/c")
+    for name in (other.settings, other.group(3), f"arq:job:{other.job_id(1, 2, 3)}", "forebay:", "arq:queue"):
+        assert not any(fnmatchcase(name, pattern) for pattern in patterns), name
     assert "'arq:job:'" in source("admit").text
 
 

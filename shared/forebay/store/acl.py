@@ -70,13 +70,21 @@ def commands(role: Role) -> list[str]:
     return sorted(found)
 
 
-def key_patterns(run: str) -> list[str]:
-    """The keys of `run`, ``experiment/trial``, and its jobs' records, whose names arq decides."""
+def key_patterns(role: Role, run: str) -> list[str]:
+    """The keys of `run`, ``experiment/trial``, and its jobs' records, whose names arq decides.
+
+    The run's settings, which hold the allowlist of imports, are the collector's to write, and others' to read.
+    """
     keys = Keys(run)
-    return [f"{keys.prefix}*", f"arq:*:{{{run}}}:*"]
+    jobs = f"~arq:*:{{{run}}}:*"
+    if role is Role.COLLECTOR:
+        return [f"~{keys.prefix}*", jobs]
+    # Rules can only allow: these are the names that do not begin with "set", and what scripts are given, the prefix.
+    others = [f"~{keys.prefix}{rest}" for rest in ("", "[^s]*", "s[^e]*", "se[^t]*")]
+    return [*others, f"%R~{keys.settings}", jobs]
 
 
 def rules(role: Role, run: str) -> str:
     """What follows the user's name and password in ``ACL SETUSER`` or a line of an ACL file."""
-    patterns = " ".join(f"~{pattern}" for pattern in key_patterns(run))
-    return f"resetkeys {patterns} resetchannels -@all {' '.join(f'+{command}' for command in commands(role))}"
+    patterns, allowed = " ".join(key_patterns(role, run)), " ".join(f"+{command}" for command in commands(role))
+    return f"resetkeys {patterns} resetchannels -@all {allowed}"
