@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import uuid
 from collections import Counter
@@ -39,6 +40,8 @@ T = TypeVar("T")
 
 _LANES = 4
 """Threads that decode and write. A group's works all take the same one, so they keep their order."""
+_FOLDER = re.compile(r"(?:eval-)?rollout/-?[0-9]{1,19}")
+"""Folders of dumps, as :meth:`Dumper.folder` names them."""
 _ESSENTIAL = frozenset({"no_loss_mask", "no_trained_token"})
 """What a row cannot lack and be a line."""
 
@@ -102,7 +105,7 @@ class Dumper:
         except ImportError:
             raise SettingsError("FOREBAY_DUMP_TO_FILE needs transformers; install forebay[collector]") from None
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise SettingsError(
                 f"FOREBAY_TOKENIZER_PATH={self._tokenizer_path}: no tokenizer there ({error})"
@@ -269,6 +272,9 @@ class Dumper:
         self, why: str, task_id: int, folder: str, change: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> None:
         def work() -> None:
+            if not _FOLDER.fullmatch(folder):  # it comes from Redis, and must not lead out of the run's folder
+                self._skip(why, task_id, f"{folder[:100]!r} is no folder of dumps")
+                return
             path = self._path(folder, task_id)
             try:
                 with path.open(encoding="utf-8", newline="\n") as file:  # splitlines would split at U+2028 in a text

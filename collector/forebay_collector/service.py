@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, FencedError, RunNotReadyError, SettingsError
+from forebay.errors import ConnectionLostError, FencedError, RedisRefusedError, RunNotReadyError, SettingsError
 from forebay.http_metrics import Listen, MetricsServer
 from forebay.loop_lag import watch_loop
 from forebay.settings import RunSettings, Settings
@@ -136,7 +136,7 @@ class Collector:
                 if task.done() and not task.cancelled():
                     task.exception()  # retrieved: one error is raised, and the others have the same cause
             await self._partitions.close()
-            with contextlib.suppress(ConnectionLostError):  # then the leases end by themselves
+            with contextlib.suppress(ConnectionLostError, RedisRefusedError):  # then the leases end by themselves
                 await self._store.resign(self.name)
             log.info("collector.stopped", collector=self.name)
 

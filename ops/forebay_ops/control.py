@@ -74,7 +74,7 @@ class ControlServer:
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
             request = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return {"ok": False, "error": "not JSON"}
         if not isinstance(request, dict):
             return {"ok": False, "error": "not a JSON object"}

@@ -24,14 +24,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
 
-from forebay.errors import ConnectionLostError, SettingsError
+from forebay.errors import ConnectionLostError
+from forebay.store.connection import connection_pool
+from forebay.store.refusals import hint, refusal
 from forebay_ops.errors import RedisPortTakenError, RedisStartError, StackFailedError
 from forebay_ops.logs import last_lines, open_log
 from forebay_ops.ports import find_free_port
@@ -125,8 +127,9 @@ def find_server_binary() -> Path:
 
 
 def _client(url: str) -> redis.Redis:
+    tls: dict[str, Any] = {"ssl_check_hostname": True} if url.startswith("rediss:") else {}
     return redis.Redis.from_url(
-        url, socket_timeout=_CALL_TIMEOUT_S, socket_connect_timeout=_CALL_TIMEOUT_S, decode_responses=True
+        url, socket_timeout=_CALL_TIMEOUT_S, socket_connect_timeout=_CALL_TIMEOUT_S, decode_responses=True, **tls
     )
 
 
@@ -135,18 +138,20 @@ def check_url(url: str) -> None:
 
     Raises:
         SettingsError: not a URL of Redis.
-        ConnectionLostError: no answer, or a refusal.
+        RedisRefusedError: it refuses the password, or its certificate is not trusted.
+        ConnectionLostError: no answer.
     """
+    connection_pool(url)  # says what is wrong with a URL, without quoting it
     try:
         with _client(url) as client:
             client.ping()
     except redis.RedisError as error:
+        if (refused := refusal(error, url)) is not None:
+            raise refused from None
         raise ConnectionLostError(
             f"Redis at {redact_url(url)} does not answer ({error}): start it, or correct REDIS_URL, "
-            "or unset REDIS_URL to use the embedded server"
+            f"or unset REDIS_URL to use the embedded server{hint(url, error)}"
         ) from error
-    except ValueError as error:  # redis-py's word for a malformed URL
-        raise SettingsError(f"REDIS_URL: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,7 @@ def _probe(url: str, folder: Path, pid: int) -> bool | None:
 def plan_redis(home: Path, *, port: int | None = None, binary: Path | None = None) -> RedisPlan:
     """Prepare ``<home>/redis`` for a server on `port`, by default 6390 if it is free, else any free port."""
     folder = home.resolve() / "redis"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     plan = RedisPlan(folder, find_free_port(PREFERRED_PORT) if port is None else port, binary or find_server_binary())
     plan.write_config()
     return plan
@@ -234,7 +239,7 @@ def plan_redis(home: Path, *, port: int | None = None, binary: Path | None = Non
 def take_lock(home: Path) -> int | None:
     """Lock the folder; hand the descriptor to the server (``pass_fds``) and close it. None: a server has it."""
     folder = home.resolve() / "redis"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         # flock, not lockf: it belongs to the open file, so it passes to whoever inherits the descriptor.
@@ -257,7 +262,8 @@ def _read_state(folder: Path) -> tuple[int, float, int] | None:
 class RedisHandle:
     """A server that answers."""
 
-    url: str
+    url: str = field(repr=False)
+    """With its password, if it has one."""
     pid: int | None
     """None: a server given by URL, of which nothing else is known."""
     started_here: bool

@@ -31,10 +31,15 @@ def plain(line: str) -> str:
 
 def open_log(path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> IO[bytes]:
     """Open a log for a process to append to; rotate it first if it has grown too large."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and path.stat().st_size > max_bytes:
         path.replace(path.with_name(path.name + ".1"))
-    return path.open("ab", buffering=0)
+    return open(path, "ab", buffering=0, opener=_for_us_alone)
+
+
+def _for_us_alone(path: str, flags: int) -> int:
+    # Prompts, completions and tracebacks of users' code may stand in a log.
+    return os.open(path, flags, 0o600)
 
 
 class LogTail:

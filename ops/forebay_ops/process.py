@@ -75,7 +75,7 @@ class ProcessSpec:
     name: str
     """Shown before its lines, and used by ``forebay logs NAME``."""
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Added to the environment of the supervisor."""
     ready: Readiness = field(default_factory=Started)
     address: str = ""
@@ -101,7 +101,7 @@ class Surroundings:
     """What all processes of a supervisor share."""
 
     logs: Path
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(repr=False)
     terminal: Terminal
     guardian: Guardian
     policy: RestartPolicy

@@ -45,7 +45,7 @@ class LogLine:
 
 @dataclass(frozen=True)
 class HttpAnswers:
-    """Ready once a GET of this URL gives 200."""
+    """Ready once a GET of this URL gives 200, or asks for a key."""
 
     url: str
 
@@ -58,7 +58,7 @@ class HttpAnswers:
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_CALL_TIMEOUT_S)) as session,
                 session.get(self.url) as response,
             ):
-                return response.status == 200
+                return response.status in (200, 401)
         except (aiohttp.ClientError, TimeoutError):
             return False
 

@@ -54,11 +54,11 @@ class LocalStackConfig:
     collector: bool = True
     redis: bool = True
     """Whether anything needs Redis."""
-    redis_url: str | None = None
+    redis_url: str | None = field(default=None, repr=False)
     """None: ``REDIS_URL`` if it is set, else the embedded server."""
     redis_port: int | None = None
     """Port of the embedded server; None: 6390 if it is free, else any."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Added to the environment of all processes."""
     torch_threads: int = 1
     """Threads of each inference server."""

@@ -51,6 +51,7 @@ class StackState(BaseModel):
 def write_state(home: Path, state: StackState) -> None:
     """Replace the state file in one step, so that no reader sees half of it."""
     scratch = home / f"{_NAME}.tmp"
+    scratch.touch(mode=0o600)
     scratch.write_text(state.model_dump_json(indent=1))
     scratch.replace(home / _NAME)
 

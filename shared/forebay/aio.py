@@ -8,9 +8,13 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import structlog
+
 __all__ = ["StopEvent", "named_task", "stop_signal", "stop_tasks"]
 
 T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
 
 _RECANCEL_S = 0.2
 _SAME_S = 0.5
@@ -44,9 +48,14 @@ async def stop_tasks(tasks: Iterable[asyncio.Task[Any]], timeout_s: float = 10.0
     """Cancel `tasks` until they have ended: whether all did within `timeout_s`.
 
     Again and again, because ``asyncio.wait_for`` of Python 3.11, which libraries use, swallows a cancellation that
-    meets the end of what it waits for.
+    meets the end of what it waits for. What has failed before is not raised here: of several failures at once the
+    caller raises the first, and the others, which would else be written with a traceback each, have the same cause.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
+    tasks = list(tasks)
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+            log.debug("task.had_failed", task=task.get_name(), error=str(error))
     pending = {task for task in tasks if not task.done()}
     while pending and asyncio.get_running_loop().time() < deadline:
         for task in pending:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from forebay import log
 from forebay.errors import ForebayError
+from forebay.redaction import Redactor, excepthook
 
 __all__ = ["build_app", "main"]
 
@@ -43,6 +44,8 @@ def build_app() -> typer.Typer:
 def main() -> None:
     """Run the command. An error of ours is one line on stderr and exit code 2."""
     log.configure()
+    redact = Redactor(os.environ)
+    sys.excepthook = excepthook(redact)
     folder = str(Path.cwd())
     if folder not in sys.path:
         # Workflows and rewards of the project in this folder, as with `python -m`; the allowlist still rules.
@@ -52,16 +55,15 @@ def main() -> None:
     except ForebayError as error:
         if os.environ.get("FOREBAY_DEBUG", "") not in ("", "0"):
             raise
-        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[red]error:[/] {_plain(str(error))}")
+        _show(redact(str(error)))
         sys.exit(2)
     except RedisError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(
-            f"[red]error:[/] Redis refused the call: {_plain(str(error))}; check REDIS_URL and its database number"
-        )
+        _show(f"Redis refused the call: {redact(str(error))}; check REDIS_URL and its database number")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+def _show(text: str) -> None:
+    plain = text.replace("[", r"\[")
+    Console(stderr=True, highlight=False, soft_wrap=True, emoji=False).print(f"[red]error:[/] {plain}")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from forebay import cli_ledger, cli_why
+from forebay import cli_acl, cli_ledger, cli_why
 from forebay.blocking import Batch, Client
 from forebay.cli_why import look_at_run
 from forebay.errors import ConsumerError, QueueFullError, SubmitError
@@ -19,6 +19,7 @@ from forebay.settings import RunSettings
 from forebay.stalls import diagnose
 from forebay.store.connection import address
 from forebay.store.look_records import RunLook
+from forebay.store.records import RunStatus
 from forebay.wire.values import encode_plain
 
 __all__ = ["print_run", "register", "run_table"]
@@ -34,6 +35,7 @@ def register(app: typer.Typer) -> None:
     app.command()(resume)
     cli_why.register(app)
     cli_ledger.register(app)
+    cli_acl.register(app)
 
 
 def submit(

@@ -25,6 +25,7 @@ __all__ = [
     "ModelFolderError",
     "PortInUseError",
     "QueueFullError",
+    "RedisRefusedError",
     "RewardTimeoutError",
     "RowsMissingError",
     "RunNotReadyError",
@@ -61,6 +62,13 @@ class ModelFolderError(ForebayError, FileNotFoundError):
 
 class ConnectionLostError(ForebayError, ConnectionError):
     """Redis could not be reached within the allowed time."""
+
+
+class RedisRefusedError(ForebayError, PermissionError):
+    """Redis refuses this process for good: its credentials, its certificate, or a command that its user may not run.
+
+    Trying again would change nothing; whoever administers the server, or REDIS_URL, has to.
+    """
 
 
 class RunNotReadyError(ForebayError, LookupError):

@@ -54,6 +54,14 @@ class Listen:
     port_setting: str = "port"
     host_setting: str = "host"
 
+    def __post_init__(self) -> None:
+        """Raise SettingsError where others could reach it and there is no token: before anything else is begun."""
+        if self.token is None and not is_loopback(self.host):
+            raise SettingsError(
+                f"{self.host_setting}={self.host} can be reached from other machines: set FOREBAY_HTTP_TOKEN, "
+                "which callers then send as `Authorization: Bearer TOKEN`, or listen on 127.0.0.1"
+            )
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens there."""
@@ -69,20 +77,12 @@ class MetricsServer:
     """Serves ``/metrics``. Use it as an async context manager."""
 
     def __init__(self, render: Callable[[], Awaitable[bytes]], listen: Listen) -> None:
-        """Check where to listen.
+        """Remember what to serve.
 
         Args:
             render: gives the text, at each scrape.
             listen: where.
-
-        Raises:
-            SettingsError: the host is not loopback, and there is no token.
         """
-        if listen.token is None and not is_loopback(listen.host):
-            raise SettingsError(
-                f"{listen.host_setting}={listen.host} can be reached from other machines: set FOREBAY_HTTP_TOKEN, "
-                "which callers then send as `Authorization: Bearer TOKEN`, or listen on 127.0.0.1"
-            )
         self._render = render
         self._listen = listen
         self._expected = None if listen.token is None else f"Bearer {listen.token.get_secret_value()}".encode()

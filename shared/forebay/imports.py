@@ -13,11 +13,19 @@ __all__ = ["check_allowed", "import_object", "split"]
 
 
 def split(name: str) -> tuple[str, str]:
-    """``package.module:Name`` or ``package.module.Name`` as ``(module, name)``. Raises WorkflowError."""
+    """``package.module:Name`` or ``package.module.Name`` as ``(module, name)``.
+
+    Raises:
+        ImportNotAllowedError: a name that is never imported.
+        WorkflowError: it is no import string.
+    """
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     parts = [*module.split("."), *attribute.split(".")]
     if not all(part.isidentifier() for part in parts):
         raise WorkflowError(f"{name!r} is no import string; write package.module:Name")
+    if any(part.startswith("__") for part in parts):
+        # `__main__` runs a program when it is imported, and others lead to what a module has from elsewhere.
+        raise ImportNotAllowedError(f"{name!r}: what begins with two underscores is never imported")
     return module, attribute
 
 

@@ -11,21 +11,35 @@ from typing import Any
 import stamina.instrumentation
 import structlog
 
+from forebay.redaction import RedactingFormatter, Redactor
+
 __all__ = ["Logger", "configure", "getLogger"]
 
 
 def configure(*, level: str | None = None, json: bool | None = None) -> None:
-    """Set the process's logging up; `level` defaults to ``FOREBAY_LOG_LEVEL``, `json` to ``FOREBAY_LOG_JSON``."""
+    """Set the process's logging up; `level` defaults to ``FOREBAY_LOG_LEVEL``, `json` to ``FOREBAY_LOG_JSON``.
+
+    No line holds a secret that the environment has, or the password of a URL.
+    """
     chosen = (level or os.environ.get("FOREBAY_LOG_LEVEL") or "info").upper()
     as_json = json if json is not None else os.environ.get("FOREBAY_LOG_JSON", "") not in ("", "0")
     stamina.instrumentation.set_on_retry_hooks(())  # the store says once that it waits; a line a retry is noise
     number = logging.getLevelNamesMapping().get(chosen, logging.INFO)
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    renderer: structlog.typing.Processor = (
+    redact = Redactor(os.environ)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(RedactingFormatter("%(levelname)s %(name)s: %(message)s", redact))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    # The default of structlog writes the local variables of each frame beside a traceback, whatever they hold.
+    plain = structlog.dev.plain_traceback
+    render: Any = (
         structlog.processors.JSONRenderer()
         if as_json
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=28)
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=28, exception_formatter=plain)
     )
+
+    def renderer(logger: Any, method: str, event: structlog.typing.EventDict) -> str:
+        return redact(render(logger, method, event))
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

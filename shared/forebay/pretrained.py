@@ -75,7 +75,7 @@ def _load(kind: str, path: str) -> Any:
         raise WorkflowError(f"loading the {kind} {path} needs transformers; install forebay[workers]") from None
     loader: Any = transformers.AutoTokenizer if kind == "tokenizer" else transformers.AutoProcessor
     try:
-        loaded = loader.from_pretrained(path)
+        loaded = loader.from_pretrained(path, trust_remote_code=False)  # and nobody is asked
     except (OSError, ValueError) as error:
         raise WorkflowError(f"the {kind} {path} cannot be loaded here: {error}") from error
     return _with_ids(loaded) if kind == "tokenizer" else loaded

@@ -28,9 +28,10 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from forebay.errors import SettingsError
 from forebay.group_rules import minimum_usable
 from forebay.outcomes import FailureKind, OnSlotError
+from forebay.redaction import is_secret, without_userinfo
 from forebay.reward_rules import NormConfig, RewardShaping, norm_of
 
-__all__ = ["EngineSettings", "RunSettings", "Settings", "load", "unknown_variables"]
+__all__ = ["EngineSettings", "RunSettings", "Settings", "check_server_url", "load", "unknown_variables"]
 
 _LEAST_SLOT_BYTES = 38
 """The encoded rows of a slot with one row of one token; real ones are far larger."""
@@ -42,12 +43,28 @@ MAX_GROUP_SIZE = 4096
 """Slots of one group; Redis starts them all in one step."""
 DEFAULT_REDIS_URL = "redis://127.0.0.1:6379/0"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_SERVER = re.compile(r"https?://[^\s/@?#]+(?:/[^\s@?#]*)?")
 
 
 def _valid_name(value: str) -> str:
     if not _NAME.fullmatch(value):
         raise ValueError("use 1 to 100 letters, digits, '.', '_' or '-', and start with a letter or a digit")
     return value
+
+
+def check_server_url(url: str) -> None:
+    """Raise SettingsError unless `url` is the base URL of an inference server, without a secret in it.
+
+    The registry in Redis, logs and ``status`` show these URLs.
+    """
+    if not _SERVER.fullmatch(url):
+        secret = "@" in url or "?" in url
+        raise SettingsError(
+            "the URL of a server has a user, a password or a query: put the key that servers ask for into "
+            "FOREBAY_ENGINE_API_KEY, which is sent as `Authorization: Bearer KEY`"
+            if secret
+            else f"{url!r} is no base URL of a server; write http://host:port"
+        )
 
 
 def _split(value: object) -> object:
@@ -130,6 +147,13 @@ class Settings(_Base):
         return None if value == "" else value
 
     _split_servers = field_validator("servers", mode="before")(_split)
+
+    @field_validator("servers")
+    @classmethod
+    def _check_servers(cls, value: list[str]) -> list[str]:
+        for url in value:
+            check_server_url(url)
+        return value
 
     @property
     def run(self) -> str:
@@ -410,6 +434,16 @@ class EngineSettings(_Base):
     """Bound on remembered rid -> server pairs."""
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     update_timeout_s: float = Field(300.0, gt=0)
+    api_key: SecretStr | None = None
+    """What the servers ask for (``--api-key`` of SGLang), sent as ``Authorization: Bearer KEY``. Never logged, and it
+    does not travel: each process has its own from its environment."""
+    max_answer_bytes: int = Field(256 * 2**20, ge=1024)
+    """Of one answer of a server, unpacked; a longer one is not read to its end, and fails the slot."""
+
+    @field_validator("api_key", mode="after")
+    @classmethod
+    def _empty_is_unset(cls, value: SecretStr | None) -> SecretStr | None:
+        return value if value is not None and value.get_secret_value() else None
 
 
 _OTHERS = ("LOG_LEVEL", "LOG_JSON", "DEBUG", "HTTP_TOKEN")
@@ -446,7 +480,8 @@ def load(kind: type[S], /, **values: Any) -> S:
             name = ".".join(str(part) for part in item["loc"])
             shown = f"{prefix}{name}".upper() if name else "settings"
             # A URL may hold a password, a whole model holds one, and a misspelt name may stand for one.
-            secret = "redis" in name.lower() or not name or item["type"] == "extra_forbidden"
-            value = "" if secret else f"={item['input']!r}"
+            holds = is_secret(name) or "redis" in name.lower() or name.startswith("servers") or not name
+            secret = holds or item["type"] == "extra_forbidden"
+            value = "" if secret else without_userinfo(f"={item['input']!r}")
             lines.append(f"{shown}{value}: {item['msg'].removeprefix('Value error, ')}")
         raise SettingsError("; ".join(lines)) from None

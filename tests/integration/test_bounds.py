@@ -152,7 +152,7 @@ class TestAdmission:
         await driver.submit(20)
         assert await driver.admit() == 1024 // (2 * SLOT) - 2
         assert await driver.admit() == 0
-        status = await with_a_worker(driver)
+        await with_a_worker(driver)
         assert "at its bound: rows_bytes" in diagnose(await driver.store.look(), RunSettings(batch_size=2)).verdict
         await driver.run_admitted()
         assert await used(store, "rows_bytes") <= 1024
@@ -195,7 +195,7 @@ class TestAdmission:
             await driver.publish(attempt)
         await driver.submit(2)
         assert await driver.admit() == 0
-        status = await with_a_worker(driver)
+        await with_a_worker(driver)
         assert (
             "at its bound: unread_results 8 of 3"
             in diagnose(await driver.store.look(), RunSettings(batch_size=2)).verdict

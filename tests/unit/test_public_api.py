@@ -74,6 +74,7 @@ ERRORS = {
     "ModelFolderError": FileNotFoundError,
     "PortInUseError": OSError,
     "QueueFullError": BlockingIOError,
+    "RedisRefusedError": PermissionError,
     "RewardTimeoutError": TimeoutError,
     "RowsMissingError": LookupError,
     "RunNotReadyError": LookupError,

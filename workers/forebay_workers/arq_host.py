@@ -19,11 +19,13 @@ from typing import Any
 
 import structlog
 from arq.connections import ArqRedis
+from arq.utils import poll
 from arq.worker import Worker, func
 from redis.exceptions import RedisError
 
-from forebay.errors import ConnectionLostError
+from forebay.errors import ConnectionLostError, RedisRefusedError
 from forebay.store.connection import ANSWER_TIMEOUT_S, connection_pool
+from forebay.store.refusals import refusal
 from forebay.wire.values import pack, unpack
 
 __all__ = ["SlotHost"]
@@ -44,13 +46,21 @@ class _BulkWorker(Worker):
         *args: Any,
         claim: Callable[[int], Awaitable[list[str]]],
         idle: Callable[[], Awaitable[None]],
+        url: str,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self._url = url
         self._claim = claim
         self._idle = idle
         self.claiming = asyncio.Lock()
         """Held from the question for jobs until each that was leased has its task."""
+
+    async def main(self) -> None:
+        # arq's begins with INFO and DBSIZE, for a log line: a worker's user of Redis needs to be allowed neither.
+        self.ctx["redis"] = self.pool
+        async for _ in poll(self.poll_delay_s):
+            await self._poll_iteration()
 
     async def _poll_iteration(self) -> None:
         # arq calls this every poll_delay and ends when it raises; a Redis that is away must not end the worker.
@@ -65,7 +75,11 @@ class _BulkWorker(Worker):
                     await self._idle()
             self._collect()
             await self.heart_beat()
+        except RedisRefusedError:  # an OSError that does not pass
+            raise
         except (ConnectionLostError, RedisError, OSError) as error:
+            if (refused := refusal(error, self._url)) is not None:
+                raise refused from None
             log.warning("redis.away", reason=str(error))
             await asyncio.sleep(_AWAY_S)
 
@@ -151,6 +165,7 @@ class SlotHost:
             log_results=False,
             claim=claim,
             idle=idle,
+            url=url,
         )
 
     @property

@@ -13,7 +13,7 @@ import structlog
 
 from forebay import workflow_context
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, SettingsError, StoreFullError
+from forebay.errors import ConnectionLostError, RedisRefusedError, SettingsError, StoreFullError
 from forebay.http_clients import clients_of_loop
 from forebay.http_metrics import Listen
 from forebay.pools import PoolUse
@@ -56,6 +56,7 @@ async def run_worker(
         PortInUseError: the port for the metrics is taken.
         SettingsError: a setting of the metrics is bad.
         ConnectionLostError: Redis cannot be reached at start.
+        RedisRefusedError: Redis refuses the credentials, or a command, whenever that is.
         RunNotReadyError: no collector published the run's settings within ``wait_for_run_s``.
         SettingsError: ``trace_dir`` cannot be written to.
     """
@@ -176,7 +177,11 @@ class Worker:
         shared_processes().limit = self._settings.max_reward_processes
         await self._refresh()
         await self._fleet.start()
-        await self._leases.beat()
+        try:
+            await self._leases.beat()
+        except BaseException:  # nothing runs yet that would close it
+            await self._fleet.close()
+            raise
         tasks = [
             named_task("heartbeat", self._leases.run()),
             named_task("admission", admit_groups(self._store, self._rules.group_deadline_s)),
@@ -202,7 +207,7 @@ class Worker:
         if not await self._drained(hurry):
             await self._hand_back()
         await stop_tasks([heartbeat, *others, stopped])
-        with contextlib.suppress(ConnectionLostError, TimeoutError):
+        with contextlib.suppress(ConnectionLostError, RedisRefusedError, TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
                 await self._store.sign_off(self.name)
         try:

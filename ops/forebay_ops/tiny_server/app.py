@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import secrets
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from forebay_ops.tiny_server.engine import Engine, PauseMode
 from forebay_ops.tiny_server.request import BusyError, Finish, Request, ServerFailedError
@@ -30,18 +32,22 @@ class BadRequestError(ValueError):
     """The request cannot be served; answered with 400."""
 
 
-def create_runner(engine: Engine) -> web.AppRunner:
-    """The server of an engine, ready for a site; it starts the engine with itself and stops it with itself."""
+def create_runner(engine: Engine, api_key: str | None = None) -> web.AppRunner:
+    """The server of an engine, ready for a site; it starts the engine with itself and stops it with itself.
+
+    With `api_key` every request but ``GET /health`` must have it, as with SGLang's option of that name.
+    """
     # Handlers are cancelled when their client goes away: that is how a disconnect aborts its request.
     return web.AppRunner(
-        create_app(engine), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+        create_app(engine, api_key), handler_cancellation=True, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
     )
 
 
-def create_app(engine: Engine) -> web.Application:
+def create_app(engine: Engine, api_key: str | None = None) -> web.Application:
     """The routes of the server."""
     handlers = _Handlers(engine)
-    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json])
+    checks = [] if api_key is None else [_check_key(api_key)]
+    app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[_errors_as_json, *checks])
     app.add_routes(
         [
             web.post("/generate", handlers.generate),
@@ -87,6 +93,19 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
         return _error(500, str(error))
     except web.HTTPException as error:  # 404, 405, 413
         return _error(error.status, error.reason)
+
+
+def _check_key(api_key: str) -> Middleware:
+    expected = f"Bearer {api_key}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if request.path != "/health" and not hmac.compare_digest(given, expected):
+            return _error(401, "send Authorization: Bearer KEY, the server's --api-key")
+        return await handler(request)
+
+    return check
 
 
 class _Handlers:
@@ -345,7 +364,7 @@ async def _body(http: web.Request) -> Mapping[str, object]:
         return {}
     try:
         body = json.loads(raw)
-    except ValueError as error:  # also bytes that are no text
+    except (ValueError, RecursionError) as error:  # also bytes that are no text
         raise BadRequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequestError("the body must be a JSON object")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from forebay.http_metrics import is_loopback
 from forebay_ops.tiny_server.folder import ModelError, check_folder
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 # The engine's thread gives the interpreter lock away at every torch call; at Python's 5 ms it would often wait that
 # long to get it back from the event loop.
 _SWITCH_INTERVAL_S = 0.0002
+
+KEY_VARIABLE = "FOREBAY_ENGINE_API_KEY"
+"""The setting by which workers and trainers send the key, so that one variable sets a stack up."""
 
 
 class LogLevel(StrEnum):
@@ -44,10 +48,28 @@ def serve_tiny(
     ] = None,
     weight_version: Annotated[str, typer.Option(help="Label of the weights in the folder.")] = "0",
     torch_threads: Annotated[int, typer.Option(min=1, help="Threads of one forward pass.")] = 1,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=KEY_VARIABLE,
+            show_envvar=False,
+            help=f"Requests must send it as `Authorization: Bearer KEY`. Give it in {KEY_VARIABLE}, where workers and "
+            "trainers have it too: command lines are public on a host.",
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen off loopback without --api-key: on a closed network only.")
+    ] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe message to log.")] = LogLevel.WARNING,
 ) -> None:
     """Serve a small model on CPU behind SGLang's HTTP protocol, for development."""
     logging.basicConfig(level=log_level.value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if not api_key and not insecure and not is_loopback(host):
+        _refuse(
+            f"--host {host} can be reached from other machines, and whoever reaches it can load weights: set "
+            f"{KEY_VARIABLE} here, for workers and for trainers, or pass --insecure on a closed network, or listen on "
+            "127.0.0.1"
+        )
     try:
         check_folder(model)
     except ModelError as error:
@@ -64,10 +86,10 @@ def serve_tiny(
         _refuse(str(error))
     settings = EngineSettings(max_running=max_running, max_queued=max_queued, torch_threads=torch_threads)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    asyncio.run(_serve(Engine(served, settings, weight_version), listener))
+    asyncio.run(_serve(Engine(served, settings, weight_version), listener, api_key or None))
 
 
-async def _serve(engine: Engine, listener: socket.socket) -> None:
+async def _serve(engine: Engine, listener: socket.socket, api_key: str | None) -> None:
     from aiohttp import web
 
     from forebay_ops.tiny_server.app import create_runner
@@ -76,7 +98,7 @@ async def _serve(engine: Engine, listener: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    runner = create_runner(engine)
+    runner = create_runner(engine, api_key)
     await runner.setup()
     try:
         await web.SockSite(runner, listener, backlog=1024).start()

@@ -48,6 +48,8 @@ class ServedModel:
                 dtype=torch.float32,
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
                 output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -57,7 +59,7 @@ class ServedModel:
         tokenizer = None
         if (folder / "tokenizer.json").exists() or (folder / "tokenizer_config.json").exists():
             try:
-                tokenizer = hf.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                tokenizer = hf.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             except (OSError, ValueError, KeyError, RuntimeError) as error:
                 raise ModelError(f"cannot load the tokenizer in {folder}: {_one_line(error)}") from error
         own_length = int(getattr(model.config, "max_position_embeddings", 2048))

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from forebay.generation import GenerationHyperparameters, StopReason
     from forebay.settings import EngineSettings
 
-__all__ = ["MAX_ERROR_CHARS", "Backend", "ModelInfo", "Segment", "ServerError", "make_session", "shorten"]
+__all__ = [
+    "MAX_ERROR_CHARS",
+    "Backend",
+    "ModelInfo",
+    "Segment",
+    "ServerError",
+    "make_session",
+    "read_answer",
+    "shorten",
+]
 
 MAX_ERROR_CHARS = 500
 """Bound on how much of a server's own text an error quotes."""
@@ -118,7 +127,23 @@ def make_session(settings: EngineSettings) -> aiohttp.ClientSession:
     """A session for any number of servers, bounded per server. Call it inside a running event loop; close it."""
     connector = aiohttp.TCPConnector(limit=0, limit_per_host=settings.max_connections_per_server)
     # Environment proxies are ignored (trust_env=False): inference servers are on the cluster's own network.
-    return aiohttp.ClientSession(connector=connector, trust_env=False)
+    key = settings.api_key
+    headers = None if key is None else {"Authorization": f"Bearer {key.get_secret_value()}"}
+    return aiohttp.ClientSession(connector=connector, trust_env=False, headers=headers)
+
+
+async def read_answer(response: aiohttp.ClientResponse, most: int) -> bytes | None:
+    """The body of `response`, unpacked; None once it is more than `most` bytes, of which the rest is not read."""
+    if (response.content_length or 0) > most:
+        return None
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > most:
+            return None
+        parts.append(part)
+    return b"".join(parts)
 
 
 def shorten(text: str) -> str:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import structlog
 
-from forebay.backends.base import Backend, ModelInfo, Segment, ServerError, shorten
+from forebay.backends.base import Backend, ModelInfo, Segment, ServerError, read_answer, shorten
 from forebay.backends.sglang_answer import AnswerParser, integer_label
-from forebay.errors import GenerationError
+from forebay.errors import GenerationError, SlotDataError
+from forebay.redaction import HIDDEN
 
 if TYPE_CHECKING:
     from forebay.generation import GenerationHyperparameters
@@ -27,6 +28,10 @@ _PARSE_HERE_CHARS = 64 * 1024
 _ALL_TOKENS = 100_000_000
 """``top_k`` from here on means the whole vocabulary, which SGLang writes as -1."""
 _TRY_AGAIN = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS})
+
+
+class _TooLongError(ServerError):
+    """An answer was longer than what is read."""
 
 
 class SglangBackend(Backend):
@@ -56,7 +61,10 @@ class SglangBackend(Backend):
         }
         if image_data:
             body["image_data"] = image_data
-        status, text = await self._call("POST", "/generate", body, self._settings.request_timeout_s)
+        try:
+            status, text = await self._call("POST", "/generate", body, self._settings.request_timeout_s)
+        except _TooLongError as error:  # the next try would bring as much
+            raise SlotDataError(str(error)) from None
         if status != HTTPStatus.OK:
             raise _refusal(f"{self.url}/generate", status, text)
         where = f"{self.url} (rid {rid})"
@@ -149,12 +157,21 @@ class SglangBackend(Backend):
         url = self.url + path
         try:
             async with self._session.request(method, url, json=body, timeout=timeout) as response:
-                raw = await response.read()
+                raw = await read_answer(response, self._settings.max_answer_bytes)
         except TimeoutError as error:
             raise ServerError(f"{url}: no answer within {timeout_s:g} s: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{url}: {type(error).__name__}: {shorten(str(error))}") from error
-        return response.status, raw.decode("utf-8", errors="replace")
+        if raw is None:
+            most = self._settings.max_answer_bytes
+            raise _TooLongError(f"{url}: the answer is longer than FOREBAY_ENGINE_MAX_ANSWER_BYTES={most}")
+        text = raw.decode("utf-8", errors="replace")
+        key = self._settings.api_key
+        if (
+            key is not None and response.status != HTTPStatus.OK
+        ):  # errors quote it, and some servers what they were sent
+            text = text.replace(key.get_secret_value(), HIDDEN)
+        return response.status, text
 
 
 BACKEND = SglangBackend
@@ -200,7 +217,7 @@ def _said(status: int, text: str) -> str:
 def _json_object(text: str) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -101,7 +101,7 @@ class AnswerParser:
 def _object(text: str, source: str) -> dict[str, Any]:
     try:
         answer = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SlotDataError(f"{source}: the answer is not JSON ({error}): {shorten(text)}") from None
     if not isinstance(answer, dict):
         raise SlotDataError(f"{source}: the answer is not one JSON object: {shorten(text)}")

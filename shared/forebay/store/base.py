@@ -14,6 +14,7 @@ from forebay.store.bounds import Memory, memory_of
 from forebay.store.connection import address, connect, riding_through
 from forebay.store.keys import Keys
 from forebay.store.pipelining import Pipeliner
+from forebay.store.refusals import named
 from forebay.store.scripts import source
 
 __all__ = ["MAX_REASON", "MAX_SAMPLE", "StoreBase", "block_ms", "fenced", "paired", "queue_full", "run_stopped"]
@@ -60,9 +61,9 @@ class StoreBase:
 
         async def once() -> list[Any]:
             answers = await self._pipeliner.send(*commands)
-            for answer in answers:
+            for command, answer in zip(commands, answers, strict=True):
                 if isinstance(answer, Exception):
-                    raise answer
+                    raise named(answer, command)
             return answers
 
         try:

@@ -165,7 +165,7 @@ class LeaderCalls(StoreBase):
             return []
         fields = await self._ask(*(("HMGET", self.keys.group(int(task)), "dump", "why") for task in tasks))
         return [
-            (int(task), (folder or b"").decode(), (why or b"").decode())
+            (int(task), (folder or b"").decode(errors="replace"), (why or b"").decode(errors="replace"))
             for task, (folder, why) in zip(tasks, fields, strict=True)
         ]
 

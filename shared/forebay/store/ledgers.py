@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgpack
 
 from forebay.errors import FrameError
-from forebay.store.base import StoreBase, queue_full, run_stopped
+from forebay.store.base import MAX_SAMPLE, StoreBase, queue_full, run_stopped
 from forebay.store.ledger_records import DeadGroup, DeadSlot, Drop, Redriven, SetAside
 from forebay.wire.envelopes import SlotHeader
 
@@ -18,6 +19,8 @@ __all__ = ["LedgerCalls"]
 
 _PAGE = 1000
 _GROUPS_AT_ONCE = 256
+_TASK = re.compile(rb"[0-9]{1,18}")
+_INTEGER = re.compile(rb"-?[0-9]{1,18}")
 
 
 class LedgerCalls(StoreBase):
@@ -30,7 +33,7 @@ class LedgerCalls(StoreBase):
         while limit is None or len(out) < limit:
             count = _PAGE if limit is None else min(_PAGE, limit - len(out))
             (page,) = await self._ask(("XREVRANGE", self.keys.drops, end, str(max(0, since_ms)), "COUNT", count))
-            out += [_drop(entry, fields) for entry, fields in page]
+            out += [drop for entry, fields in page if (drop := _drop(entry, fields)) is not None]
             if len(page) < count:
                 break
             end = "(" + page[-1][0].decode()
@@ -38,7 +41,8 @@ class LedgerCalls(StoreBase):
 
     async def dead_groups(self, kind: str | None = None) -> list[DeadGroup]:
         """The groups with dead letters, the oldest first; with `kind`, those with a slot that failed so."""
-        (tasks,) = await self._ask(("ZRANGE", self.keys.dead, 0, -1))
+        (names,) = await self._ask(("ZRANGE", self.keys.dead, 0, -1))
+        tasks = [name for name in names if _TASK.fullmatch(name)]
         out: list[DeadGroup] = []
         for at in range(0, len(tasks), _GROUPS_AT_ONCE):
             found = await asyncio.gather(*(self.dead_group(int(task)) for task in tasks[at : at + _GROUPS_AT_ONCE]))
@@ -84,12 +88,15 @@ def _text(value: bytes | None) -> str:
 
 
 def _int(value: bytes | None) -> int | None:
-    return int(value) if value else None
+    return int(value) if value and _INTEGER.fullmatch(value) else None
 
 
-def _drop(entry: bytes, by_name: Mapping[bytes, bytes]) -> Drop:
+def _drop(entry: bytes, by_name: Mapping[bytes, bytes]) -> Drop | None:
+    """The entry as it is; None: it names no group."""
+    if (task := _int(by_name.get(b"t"))) is None:
+        return None
     return Drop(
-        task_id=int(by_name[b"t"]),
+        task_id=task,
         at_ms=int(entry.split(b"-")[0]),
         outcome=_text(by_name.get(b"o")),
         place=_text(by_name.get(b"p")),
@@ -109,11 +116,16 @@ def _dead_group(task_id: int, fields: Mapping[bytes, bytes], state: bytes | None
         group_size=size,
         channel=_text(fields.get(b"ch")),
         prompt=_text(fields.get(b"key")),
-        slots=tuple(_dead_slot(task_id, idx, fields) for idx in range(size) if b"k%d" % idx in fields),
+        slots=tuple(_dead_slot(task_id, idx, fields) for idx in _dead_slots(fields)),
         ended=None if ended is None else _text(ended),
         next_task=_int(fields.get(b"next")),
         spec=fields.get(b"spec"),
     )
+
+
+def _dead_slots(fields: Mapping[bytes, bytes]) -> list[int]:
+    """By the fields that there are: the size of the group is what somebody wrote."""
+    return sorted(int(name[1:]) for name in fields if name[:1] == b"k" and _TASK.fullmatch(name[1:]))
 
 
 def _dead_slot(task_id: int, idx: int, fields: Mapping[bytes, bytes]) -> DeadSlot:
@@ -139,5 +151,11 @@ def _dead_slot(task_id: int, idx: int, fields: Mapping[bytes, bytes]) -> DeadSlo
 
 def _aside(name: bytes, about: bytes) -> SetAside:
     # Written by our own script; its strings are bytes of any kind.
-    form = msgpack.unpackb(about, raw=True)
-    return SetAside(_text(name), _text(form[b"where"]), _text(form[b"reason"]), form[b"sample"], int(form[b"at"]))
+    try:
+        form = msgpack.unpackb(about, raw=True)
+        where, reason, sample, at = form[b"where"], form[b"reason"], form[b"sample"], int(form[b"at"])
+        if all(isinstance(part, bytes) for part in (where, reason, sample)):
+            return SetAside(_text(name), _text(where), _text(reason), sample, at)
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError, msgpack.UnpackException):
+        pass
+    return SetAside(_text(name), "poison", "what was noted of it cannot be read", about[:MAX_SAMPLE], 0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-__all__ = ["Script", "source"]
+__all__ = ["Script", "name_of", "names", "source"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +40,15 @@ def source(name: str, *, always: bool = False) -> Script:
     begin = "#!lua\n" if _REFUSED.search(own) and not always else "#!lua flags=allow-oom\n"
     text = begin + "".join((folder / f"{library}.lua").read_text() for library in libraries) + own
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """All scripts, without the libraries."""
+    found = (entry.name for entry in (files("forebay.store") / "lua").iterdir())
+    return tuple(sorted(name.removesuffix(".lua") for name in found if name.endswith(".lua") and name[0] != "_"))
+
+
+def name_of(sha1: str) -> str:
+    """The script that the server knows by `sha1`; "" if it is none of ours."""
+    return next((name for name in names() if source(name).sha1 == sha1), "")

@@ -25,7 +25,8 @@ from pydantic import ValidationError
 from redis.exceptions import OutOfMemoryError
 
 from forebay.errors import FrameError, RunNotReadyError
-from forebay.settings import RunSettings
+from forebay.redaction import without_userinfo
+from forebay.settings import RunSettings, check_server_url
 from forebay.store.base import run_stopped
 from forebay.store.bounds import bounds_of
 from forebay.store.leading import LeaderCalls
@@ -64,8 +65,10 @@ class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, L
         return bool(alive)
 
     async def add_servers(self, urls: Iterable[str]) -> None:
-        """Add inference servers to the registry."""
+        """Add inference servers to the registry. Raises SettingsError for what is no URL, or holds a secret."""
         names = {url.rstrip("/") for url in urls}
+        for name in names:
+            check_server_url(name)
         # A worker that comes back finds its servers there, and needs no memory for them.
         if missing := sorted(names.difference(await self.servers() if names else ())):
             await self._ask(("SADD", self.keys.servers, *missing))
@@ -149,7 +152,7 @@ class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, L
             collector_alive=bool(alive),
             counters={name.decode(errors="replace"): _int(value, 0) for name, value in counters.items()},
             workers=workers,
-            servers=tuple(sorted(url.decode(errors="replace") for url in servers)),
+            servers=tuple(sorted(without_userinfo(url.decode(errors="replace")) for url in servers)),
             direct_queued=direct_queued,
             direct_running=direct_running,
             held=held,

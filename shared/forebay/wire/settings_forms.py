@@ -39,7 +39,7 @@ def settings_base(value: Any) -> str | None:
 def settings_fields(value: Any) -> dict[str, Any]:
     """The fields of `value`, not copied."""
     if isinstance(value, EngineSettings):
-        return value.model_dump(mode="json")
+        return value.model_dump(mode="json", exclude={"api_key"})  # a worker has its own from its environment
     return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
 
 
@@ -50,7 +50,7 @@ def decode_settings(name: str, fields: Any) -> Any:
         FrameError: the fields are not those of its class, or it refuses their values.
     """
     try:
-        # Every field is given, so nothing is read from the environment of the worker.
+        # Every field is given, so nothing but the key of the servers is read from the environment of the worker.
         return SETTINGS[name](**fields)
     except (TypeError, ValueError) as error:  # pydantic's ValidationError and our SettingsError are ValueErrors
         raise FrameError(f"malformed {SETTINGS[name].__name__} in a frame: {error}") from None
