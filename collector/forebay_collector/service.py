@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, FencedError, FrameError, SettingsError
+from forebay.errors import ConnectionLostError, FencedError, FrameError, RolledBackError, SettingsError
 from forebay.http_metrics import Listen, MetricsServer
 from forebay.loop_lag import watch_loop
 from forebay.settings import RunSettings, Settings
@@ -57,12 +57,36 @@ async def run_collector(settings: Settings, rules: RunSettings, listen: Listen |
     store = Store.open(settings)
     try:
         await store.ping()
-        collector = Collector(store, rules, listen)
-        await collector.open()
         async with stop_signal() as stop:
-            await collector.serve(stop)
+            while True:
+                era = store.era
+                collector = Collector(store, rules, listen)
+                await collector.open()
+                try:
+                    await collector.serve(stop)
+                    return
+                except RolledBackError:
+                    # What it holds in memory is of a Redis that is no more. It begins anew once that is reconciled.
+                    if not await _reconciled(store, stop):
+                        return
+                except FencedError:
+                    if store.era == era:
+                        raise
+                log.warning("collector.begins_anew", run=settings.run, reason="Redis was reconciled")
     finally:
         await store.close()
+
+
+async def _reconciled(store: Store, stop: asyncio.Event) -> bool:
+    """Wait until the run is reconciled; False: `stop` was set first."""
+    log.error("collector.waits_for_reconciliation", run=store.keys.run, remedy="client.reconcile(...) by the trainer")
+    while not stop.is_set():
+        with contextlib.suppress(RolledBackError, ConnectionLostError):
+            await store.check_marks()
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _AWAY_S)
+    return False
 
 
 class Collector:
@@ -143,8 +167,10 @@ class Collector:
             for task in done:
                 task.result()
         finally:
+            if stop.is_set():
+                self._store.hurry()
             await stop_tasks([*tasks, *self._commits.values(), stopped])
-            with contextlib.suppress(ConnectionLostError):
+            with contextlib.suppress(ConnectionLostError, RolledBackError):
                 await self._store.resign(self.name)
             log.info("collector.stopped", collector=self.name)
 

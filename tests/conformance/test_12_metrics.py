@@ -487,7 +487,7 @@ async def exposition(redis_url: str, run_name: str) -> AsyncIterator[Exposition]
     from forebay import Settings
 
     name = run_name.split("/", maxsplit=1)[0]
-    store = Store.open(Settings(REDIS_URL=SecretStr(redis_url), experiment_name=name, redis_timeout_s=1.0))
+    store = Store.open(Settings(REDIS_URL=SecretStr(redis_url), experiment_name=name, redis_timeout_s=1.0, redis_away_s=1.0))
     yield Exposition(store, Dumper(RunSettings(), run_name))
     await store.close()
 

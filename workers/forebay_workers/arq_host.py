@@ -48,6 +48,7 @@ class _BulkWorker(Worker):
         super().__init__(*args, **kwargs)
         self._claim = claim
         self._idle = idle
+        self._away = False
 
     async def _poll_iteration(self) -> None:
         # arq calls this every poll_delay and ends when it raises; a Redis that is away must not end the worker.
@@ -61,8 +62,13 @@ class _BulkWorker(Worker):
                     await self._idle()
             self._collect()
             await self.heart_beat()
+            self._away = False
         except (ConnectionLostError, RedisError, OSError) as error:
-            log.warning("redis.away", reason=str(error))
+            if not self._away:  # once: the store says how long it lasts
+                log.warning("claiming.waits", reason=str(error))
+            self._away = True
+            # What the pool has may lead to a server that is no longer the primary.
+            await self.pool.connection_pool.disconnect(inuse_connections=False)
             await asyncio.sleep(_AWAY_S)
 
     async def _start(self, job_id: str) -> None:

@@ -52,7 +52,7 @@ async def run_worker(
         RunNotReadyError: no collector published the run's settings within ``wait_for_run_s``.
         SettingsError: ``trace_dir`` cannot be written to.
     """
-    store = Store.open(settings, max_connections=worker_settings.max_slots + 32)
+    store = Store.open(settings, max_connections=worker_settings.max_slots + 32, waits_for_reconciliation=True)
     try:
         await store.ping()
         log.info("worker.waiting_for_run", run=settings.run)
@@ -97,6 +97,7 @@ class Worker:
             poll_delay_s=worker_settings.poll_delay_s,
         )
         self._metrics = None if listen is None else WorkerMetrics(self._state, listen)
+        self._era = store.era
 
     async def _claim(self, most: int) -> list[str]:
         # Without a server nothing is claimed: no attempt is burned on a fleet that is still loading its model.
@@ -164,6 +165,7 @@ class Worker:
             await self._shut_down(tasks, stopped)
 
     async def _shut_down(self, tasks: list[asyncio.Task[Any]], stopped: asyncio.Task[Any]) -> None:
+        self._store.hurry()
         heartbeat, *others = tasks
         self._host.stop_claiming()
         others[0].cancel()  # admission: other workers go on with it
@@ -186,6 +188,9 @@ class Worker:
         log.info("worker.stopped", worker=self.name)
 
     async def _refresh(self) -> None:
+        if self._era != self._store.era:  # the run was reconciled: its registry of servers may be an old one, or empty
+            await self._store.add_servers(self._run_settings.servers)
+            self._era = self._store.era
         self._fleet.set_servers(await self._store.servers())
         self._fleet.set_version(await self._store.version())
 

@@ -1,11 +1,15 @@
-"""Connections to Redis, and what happens when one is lost."""
+"""Connections to Redis, and what happens when one is lost.
+
+A call that finds Redis away, loading, demoted to a replica or unable to write is made again until it is answered; the
+log says once that Redis is away, now and then that it still is, and once for how long it was.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import redis.asyncio as redis_asyncio
 import stamina
@@ -14,6 +18,7 @@ from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
     ReadOnlyError,
+    ResponseError,
 )
 from redis.exceptions import (
     ConnectionError as RedisConnectionError,
@@ -23,35 +28,40 @@ from redis.exceptions import (
 )
 
 from forebay.errors import ConnectionLostError, SettingsError
+from forebay.store.sentinel import PrimaryPool, is_sentinel_url, shown_url
 
-__all__ = ["ANSWER_TIMEOUT_S", "address", "connect", "connection_pool", "riding_through"]
+__all__ = ["ANSWER_TIMEOUT_S", "Absence", "address", "connect", "connection_pool", "riding_through"]
 
 T = TypeVar("T")
+Greet = Callable[[Any], Awaitable[None]]
+"""Called with each new connection, in place of redis-py's own greeting, which it calls itself."""
 
 log = structlog.get_logger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
 """Longest wait for an answer. Every BLOCK in the project is shorter."""
 
+_HURRY_S = 2.0
+_REMIND_S = 60.0
 _PASSING = (RedisConnectionError, RedisTimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+_PASSING_CODES = ("READONLY", "UNBLOCKED", "MASTERDOWN", "NOREPLICAS", "MISCONF")
+"""Of answers that a server gives while it is demoted, has no replica that it needs, or cannot write to its disk."""
 
 
 def address(url: str) -> str:
     """`url` without its user and password, fit to be shown."""
-    parts = urlsplit(url)
-    port = f":{parts.port}" if parts.port else ""
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+    return shown_url(url)
 
 
-def connect(url: str, *, max_connections: int = 64) -> redis_asyncio.Redis:
+def connect(url: str, *, max_connections: int = 64, greet: Greet | None = None) -> redis_asyncio.Redis:
     """A client of the server at `url`; nothing is sent yet. Raises SettingsError."""
-    return redis_asyncio.Redis(connection_pool=connection_pool(url, max_connections=max_connections))
+    return redis_asyncio.Redis(connection_pool=connection_pool(url, max_connections=max_connections, greet=greet))
 
 
 def connection_pool(
-    url: str, *, max_connections: int = 64, socket_timeout_s: float | None = None
+    url: str, *, max_connections: int = 64, socket_timeout_s: float | None = None, greet: Greet | None = None
 ) -> redis_asyncio.BlockingConnectionPool:
-    """Connections to the server at `url`, made when they are needed.
+    """Connections to the server at `url`, or to the primary that its Sentinels name, made when they are needed.
 
     Without `socket_timeout_s` the caller bounds its calls, as :func:`riding_through` does: redis-py would make a task
     for every command, through ``asyncio.wait_for``, which on Python 3.11 also swallows cancellations.
@@ -59,62 +69,124 @@ def connection_pool(
     Raises:
         SettingsError: `url` is no Redis URL.
     """
+    options: dict[str, Any] = {
+        "max_connections": max_connections,
+        "timeout": ANSWER_TIMEOUT_S,
+        "socket_timeout": socket_timeout_s,
+        "socket_connect_timeout": ANSWER_TIMEOUT_S,
+        "health_check_interval": 30,
+    }
+    if greet is not None:
+        options["redis_connect_func"] = greet
+    if is_sentinel_url(url):
+        return PrimaryPool.of(url, **options)
     try:
-        return redis_asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=max_connections,
-            timeout=ANSWER_TIMEOUT_S,
-            socket_timeout=socket_timeout_s,
-            socket_connect_timeout=ANSWER_TIMEOUT_S,
-            health_check_interval=30,
-        )
+        return redis_asyncio.BlockingConnectionPool.from_url(url, **options)
     except ValueError:  # its text would quote a part of the URL, which may be one of the password
         raise SettingsError(
             "REDIS_URL is no Redis URL; use redis://[user:password@]host:port/db, with special characters "
-            "percent-encoded"
+            "percent-encoded, or redis+sentinel://[user:password@]host:port,host:port/name/db"
         ) from None
 
 
-async def riding_through(call: Callable[[], Awaitable[T]], url: str, timeout_s: float) -> T:
-    """Run `call`, again and again while Redis is away or loading, for at most `timeout_s`.
+class Absence:
+    """What the calls over one set of connections know together of Redis being away."""
 
-    Only for calls that may be repeated: all scripts are written so that they may.
+    def __init__(self, url: str, first_s: float, away_s: float) -> None:
+        """A call waits for `first_s` before Redis has answered for the first time, and for `away_s` after that."""
+        self.url = url
+        self._first_s = first_s
+        self._away_s = away_s
+        self._met = self._hurried = False
+        self._since: float | None = None
+        self._told = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """How long a call is made again, s, before it is an error."""
+        patience = self._away_s if self._met else self._first_s
+        return min(patience, _HURRY_S) if self._hurried else patience
+
+    def hurry(self) -> None:
+        """Wait no more than a moment from now on, those that wait already included: the process is to end."""
+        self._hurried = True
+
+    def lost(self, reason: str) -> None:
+        """A call was not answered."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = self._told = now
+            log.warning("redis.away", address=address(self.url), reason=reason, waiting_up_to_s=self.patience_s)
+        elif now - self._told >= _REMIND_S:
+            self._told = now
+            log.warning(
+                "redis.still_away", address=address(self.url), reason=reason, away_s=round(now - self._since, 1)
+            )
+
+    def answered(self) -> None:
+        """A call was answered."""
+        self._met = True
+        if self._since is not None:
+            away_s = round(time.monotonic() - self._since, 1)
+            self._since = None
+            log.warning("redis.back", address=address(self.url), away_s=away_s)
+
+
+async def riding_through(
+    call: Callable[[], Awaitable[T]], absence: Absence, reconnect: Callable[[], Awaitable[None]] | None = None
+) -> T:
+    """Run `call`, again and again while Redis is away or loading, for as long as `absence` has patience.
+
+    Only for calls that may be repeated: all scripts are written so that they may. `reconnect` is awaited after an answer
+    that only another server, or this one in another role, can better.
 
     Raises:
         ConnectionLostError: Redis was not to be had in that time.
     """
+    began = time.monotonic()
+    where = address(absence.url)
 
     async def bounded() -> T:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            return await call()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await call()
+        except Exception as error:  # looked at, and raised again: all but a loss is the caller's
+            if _passing(error):
+                absence.lost(_text(error))
+                if isinstance(error, ResponseError) and reconnect is not None:
+                    await reconnect()
+            raise
+        absence.answered()
+        return answer
+
+    def again(error: Exception) -> bool:
+        return _passing(error) and time.monotonic() - began < absence.patience_s
 
     try:
-        try:
-            return await bounded()
-        except _PASSING as error:
-            if not _passing(error):
-                raise
-            log.warning("redis.waiting", address=address(url), reason=_text(error), up_to_s=timeout_s)
         async for attempt in stamina.retry_context(
-            on=_passing, attempts=None, timeout=timeout_s, wait_initial=0.05, wait_max=1.0, wait_jitter=0.2
+            on=again, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0, wait_jitter=0.2
         ):
             with attempt:
                 return await bounded()
     except AuthenticationError as error:
         raise ConnectionLostError(
-            f"Redis at {address(url)} refused the credentials ({error}); check the user and the password in REDIS_URL"
+            f"Redis at {where} refused the credentials ({error}); check the user and the password in REDIS_URL"
         ) from None
-    except _PASSING as error:
+    except (*_PASSING, ResponseError) as error:
+        if not _passing(error):
+            raise
         raise ConnectionLostError(
-            f"Redis at {address(url)} cannot be reached (tried for {timeout_s:g} s: {_text(error)}); "
+            f"Redis at {where} cannot be reached (tried for {time.monotonic() - began:.3g} s: {_text(error)}); "
             "start one with `make up`, or set REDIS_URL"
         ) from None
-    raise ConnectionLostError(f"Redis at {address(url)} cannot be reached")  # not reached: stamina returns or raises
+    raise ConnectionLostError(f"Redis at {where} cannot be reached")  # not reached: stamina returns or raises
 
 
 def _text(error: BaseException) -> str:
     return str(error) or f"no answer in {ANSWER_TIMEOUT_S:g} s"
 
 
-def _passing(error: Exception) -> bool:
-    return isinstance(error, _PASSING) and not isinstance(error, AuthenticationError)
+def _passing(error: BaseException) -> bool:
+    if isinstance(error, AuthenticationError):
+        return False
+    return isinstance(error, _PASSING) or (isinstance(error, ResponseError) and str(error).startswith(_PASSING_CODES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,7 @@ class CollectorCalls(StoreBase):
         flat = [part for item in fields.items() for part in item]
         if not await self._run("configure", epoch, settings.model_dump_json(), *flat):
             raise fenced()
+        await self._ask(("HSETNX", self.keys.state, "incarnation", uuid.uuid4().hex))
 
     async def read_results(self, after: str, count: int, block_s: float) -> list[ResultEntry]:
         """Entries of the results stream after entry `after` (``"0"``: from the start), waiting up to `block_s`.
@@ -180,9 +182,11 @@ class CollectorCalls(StoreBase):
             ("ZCARD", keys.ready),
             ("XLEN", keys.prompts),
             ("SCARD", keys.running),
-            ("HMGET", keys.state, "eod", "dynamic", "settled"),
+            ("HMGET", keys.state, "eod", "dynamic", "settled", "rolled_back"),
         )
-        ended, dynamic, settled = state
+        ended, dynamic, settled, rolled_back = state
+        if rolled_back is not None:
+            ready = 0  # nothing is cut from what may have been trained on, until it is reconciled
         return CutRule(int(ready), bool(ended) and queued + running == 0, dynamic == b"1", int(settled or 0))
 
     async def set_dynamic(self, dynamic: bool) -> None:

@@ -24,8 +24,8 @@ from forebay.errors import FrameError, RunNotReadyError
 from forebay.settings import RunSettings
 from forebay.store.base import run_stopped
 from forebay.store.leading import CollectorCalls
-from forebay.store.ledgers import LedgerCalls
 from forebay.store.producing import ProducerCalls
+from forebay.store.reconciling import ReconcileCalls
 from forebay.store.records import RunStatus
 from forebay.store.training import TrainerCalls
 from forebay.store.working import WorkerCalls
@@ -34,7 +34,7 @@ from forebay.wire.values import unpack
 __all__ = ["Store", "run_stopped"]
 
 
-class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, LedgerCalls):
+class Store(ProducerCalls, WorkerCalls, CollectorCalls, TrainerCalls, ReconcileCalls):
     """The state of one run: what each role does (the bases), and what everybody may ask."""
 
     async def run_settings(self) -> RunSettings | None:
