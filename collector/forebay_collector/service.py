@@ -200,7 +200,7 @@ class Collector:
             try:
                 await step()
             except ConnectionLostError as error:
-                log.warning("redis.away", duty=step.__name__.strip("_"), reason=str(error))
+                log.warning("duty.waits", duty=step.__name__.strip("_"), reason=str(error))
                 await asyncio.sleep(_AWAY_S)
 
     # -- results ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ to reach it. The rules:
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import importlib
@@ -23,15 +24,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
 
 from forebay.errors import ConnectionLostError, SettingsError
+from forebay.store.connection import Absence, connect, riding_through
+from forebay.store.sentinel import is_sentinel_url
 from forebay_ops.errors import RedisPortTakenError, RedisStartError, StackFailedError
 from forebay_ops.logs import last_lines, open_log
 from forebay_ops.ports import find_free_port
@@ -131,12 +134,15 @@ def _client(url: str) -> redis.Redis:
 
 
 def check_url(url: str) -> None:
-    """One PING to a server that is not ours.
+    """One PING to a server that is not ours, or to the primary that Sentinels name. Not from within an event loop.
 
     Raises:
         SettingsError: not a URL of Redis.
         ConnectionLostError: no answer, or a refusal.
     """
+    if is_sentinel_url(url):
+        asyncio.run(_check_primary(url))
+        return
     try:
         with _client(url) as client:
             client.ping()
@@ -147,6 +153,14 @@ def check_url(url: str) -> None:
         ) from error
     except ValueError as error:  # redis-py's word for a malformed URL
         raise SettingsError(f"REDIS_URL: {error}") from None
+
+
+async def _check_primary(url: str) -> None:
+    client = connect(url, max_connections=1)
+    try:
+        await riding_through(lambda: cast("Awaitable[Any]", client.ping()), Absence(url, _CALL_TIMEOUT_S, 0))
+    finally:
+        await client.aclose(close_connection_pool=True)
 
 
 @dataclass(frozen=True)

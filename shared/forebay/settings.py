@@ -111,8 +111,10 @@ class Settings(_Base):
     experiment_name: _Name = "dev"
     trial_name: _Name = "trial0"
     redis_url: SecretStr | None = Field(None, validation_alias="REDIS_URL")
-    """``redis://[[user]:password@]host:port/db``; ``rediss://`` for TLS; ``redis+sentinel://host:port,host:port/name/db``
-    for the primary that Sentinels name (docs/operations.md). Never printed with its password. None: the Redis of the stack that ``make up`` started in `home`, else the usual local port."""
+    """``redis://[[user]:password@]host:port/db``; ``rediss://`` for TLS;
+    ``redis+sentinel://host:port,host:port/name/db`` for the primary that Sentinels name (docs/operations.md). Never
+    printed with its password. None: the Redis of the stack that ``make up`` started in `home`, else the usual local
+    port."""
     redis_timeout_s: float = Field(10.0, gt=0)
     """How long a process waits for Redis to answer for the first time, before it is an error."""
     redis_away_s: float = Field(300.0, gt=0)

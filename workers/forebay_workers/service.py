@@ -165,14 +165,15 @@ class Worker:
             await self._shut_down(tasks, stopped)
 
     async def _shut_down(self, tasks: list[asyncio.Task[Any]], stopped: asyncio.Task[Any]) -> None:
-        self._store.hurry()
         heartbeat, *others = tasks
         self._host.stop_claiming()
         others[0].cancel()  # admission: other workers go on with it
         log.info("worker.draining", running=len(self._leases))
         if not await self._host.wait_idle(self._settings.drain_timeout_s):
             self._runner.draining = True
+            self._store.hurry()
             await stop_tasks(self._leases.tasks())
+        self._store.hurry()
         await stop_tasks([heartbeat, *others, stopped])
         with contextlib.suppress(ConnectionLostError):
             await self._store.sign_off(self.name)

@@ -142,22 +142,31 @@ class SlotRunner:
         # From here on the lease is not renewed: it ends with the publication, and a heart-beat that crosses it must not
         # take that for a loss. Should Redis stay away for longer than the lease, the slot runs again; the first wins.
         self._leases.drop(attempt)
-        verdict = await self._store.publish(
-            *attempt,
-            outcome=ended.outcome,
-            kind=ended.kind,
-            header=header.pack(),
-            rows=ended.frame,
-            rows_ttl_s=self._rules.rows_ttl_s,
-            head=min((row.head for row in ended.rows if row.head >= 0), default=-1),
-            reason=ended.reason,
-        )
+        verdict = await self._keep_publishing(attempt, ended, header.pack(), began)
         self.ended_by_kind[ended.outcome.value, ended.kind.value if ended.kind else ""] += 1
         self.ended[ended.outcome.value] = self.ended.get(ended.outcome.value, 0) + 1
         if ended.outcome is SlotOutcome.FAILED:
             log.warning("slot.failed", kind=ended.kind, reason=ended.reason, verdict=verdict)
         else:
             log.debug("slot.ended", outcome=ended.outcome, verdict=verdict)
+
+    async def _keep_publishing(self, attempt: Attempt, ended: Ended, header: bytes, began: float) -> str:
+        """Publish, however long Redis is away, while the group may still want it: nothing that was computed is lost."""
+        while True:
+            try:
+                return await self._store.publish(
+                    *attempt,
+                    outcome=ended.outcome,
+                    kind=ended.kind,
+                    header=header,
+                    rows=ended.frame,
+                    rows_ttl_s=self._rules.rows_ttl_s,
+                    head=min((row.head for row in ended.rows if row.head >= 0), default=-1),
+                    reason=ended.reason,
+                )
+            except ConnectionLostError:
+                if self._store.hurried or time.monotonic() - began > self._rules.group_deadline_s:
+                    raise
 
     async def _attempt(self, attempt: Attempt, lease: Lease, cache: ProcessorCache, session: Session) -> Ended:
         try:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar, cast
 
-import redis.asyncio as redis_asyncio
 import structlog
 from redis.exceptions import NoScriptError
 
@@ -82,6 +81,11 @@ class StoreBase:
     def hurry(self) -> None:
         """Do not wait any more for a Redis that is away: the process is to end."""
         self._absence.hurry()
+
+    @property
+    def hurried(self) -> bool:
+        """Whether that was said."""
+        return self._absence.hurried
 
     @property
     def era(self) -> tuple[int, int]:

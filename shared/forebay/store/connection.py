@@ -97,7 +97,7 @@ class Absence:
         self.url = url
         self._first_s = first_s
         self._away_s = away_s
-        self._met = self._hurried = False
+        self._met = self.hurried = False
         self._since: float | None = None
         self._told = 0.0
 
@@ -105,11 +105,11 @@ class Absence:
     def patience_s(self) -> float:
         """How long a call is made again, s, before it is an error."""
         patience = self._away_s if self._met else self._first_s
-        return min(patience, _HURRY_S) if self._hurried else patience
+        return min(patience, _HURRY_S) if self.hurried else patience
 
     def hurry(self) -> None:
         """Wait no more than a moment from now on, those that wait already included: the process is to end."""
-        self._hurried = True
+        self.hurried = True
 
     def lost(self, reason: str) -> None:
         """A call was not answered."""
@@ -137,8 +137,8 @@ async def riding_through(
 ) -> T:
     """Run `call`, again and again while Redis is away or loading, for as long as `absence` has patience.
 
-    Only for calls that may be repeated: all scripts are written so that they may. `reconnect` is awaited after an answer
-    that only another server, or this one in another role, can better.
+    Only for calls that may be repeated: all scripts are written so that they may. `reconnect` is awaited after an
+    answer that only another server, or this one in another role, can better.
 
     Raises:
         ConnectionLostError: Redis was not to be had in that time.
@@ -164,7 +164,7 @@ async def riding_through(
 
     try:
         async for attempt in stamina.retry_context(
-            on=again, attempts=None, timeout=None, wait_initial=0.05, wait_max=1.0, wait_jitter=0.2
+            on=again, attempts=None, timeout=None, wait_initial=0.05, wait_max=0.5, wait_jitter=0.2
         ):
             with attempt:
                 return await bounded()

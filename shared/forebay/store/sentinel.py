@@ -86,7 +86,7 @@ class PrimaryPool(redis_asyncio.BlockingConnectionPool):
         super().__init__(connection_class=kind, connection_pool=weakref.proxy(self), **place.options, **options)
         self._name = place.name
         self._primary: tuple[str, int] | None = None
-        self._sentinels = Sentinel(
+        self._sentinels = Sentinel(  # type: ignore[no-untyped-call]  # as redis-py declares it
             place.hosts,
             sentinel_kwargs={
                 "socket_timeout": _SENTINEL_S,
@@ -115,8 +115,9 @@ class PrimaryPool(redis_asyncio.BlockingConnectionPool):
             await self.disconnect(inuse_connections=False)  # idle ones lead to the primary of before
         return found
 
-    async def aclose(self) -> None:
-        """Close the connections, those to the Sentinels too."""
-        await super().aclose()
-        for sentinel in self._sentinels.sentinels:
-            await sentinel.aclose(close_connection_pool=True)
+    async def disconnect(self, inuse_connections: bool = True) -> None:
+        """Close the connections; with `inuse_connections`, as at the end, those to the Sentinels too."""
+        await super().disconnect(inuse_connections=inuse_connections)
+        if inuse_connections:
+            for sentinel in self._sentinels.sentinels:
+                await sentinel.aclose(close_connection_pool=True)
