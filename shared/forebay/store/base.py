@@ -117,7 +117,8 @@ class StoreBase:
 
     async def _reconnect(self) -> None:
         """Let idle connections go: they lead to a server that is not the primary any more."""
-        await self._redis.connection_pool.disconnect(inuse_connections=False)
+        pool: Any = self._redis.connection_pool  # whose type redis-py does not tell
+        await pool.disconnect(inuse_connections=False)
 
     def _rolled_back(self, differences: str) -> RolledBackError:
         return RolledBackError(

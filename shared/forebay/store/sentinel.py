@@ -53,7 +53,8 @@ def _parse(url: str) -> _Place:
     parts = urlsplit(url)
     credentials, _, hosts = parts.netloc.rpartition("@")
     name, _, database = parts.path.strip("/").partition("/")
-    query = dict(pair.partition("=")[::2] for pair in parts.query.split("&") if pair)
+    pairs = (pair.partition("=") for pair in parts.query.split("&") if pair)
+    query = {word: value for word, _, value in pairs}
     own = {word: unquote(query.pop(word)) for word in ("sentinel_username", "sentinel_password") if word in query}
     if not hosts or not name:
         raise ValueError("no host, or no name of the primary")
