@@ -67,9 +67,9 @@ class _OneByOne(Pipeliner):
 class UnpipelinedStore(Store):
     """A store that does not gather what is asked for at the same time."""
 
-    def __init__(self, client: redis_asyncio.Redis, url: str, run: str, timeout_s: float) -> None:
-        super().__init__(client, url, run, timeout_s)
-        self._pipeliner = _OneByOne(client)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pipeliner = _OneByOne(self._redis)
 
 
 @asynccontextmanager

@@ -122,6 +122,7 @@ async def run_chaos(config: ChaosConfig, duration_s: float, progress: Progress) 
             experiment_name="chaos",
             trial_name=f"seed{config.seed}",
             redis_timeout_s=_ASK_S,
+            redis_away_s=_ASK_S,
         )
         store, client = Store.open(settings, max_connections=4), connect(stack.redis_url, max_connections=4)
         fleet = Fleet(stack)

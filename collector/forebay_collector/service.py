@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING
 import structlog
 
 from forebay.aio import named_task, stop_signal, stop_tasks
-from forebay.errors import ConnectionLostError, FencedError, RedisRefusedError, RunNotReadyError, SettingsError
+from forebay.errors import (
+    ConnectionLostError,
+    FencedError,
+    RedisRefusedError,
+    RolledBackError,
+    RunNotReadyError,
+    SettingsError,
+)
 from forebay.http_metrics import Listen, MetricsServer
 from forebay.loop_lag import watch_loop
 from forebay.settings import RunSettings, Settings
@@ -55,12 +62,36 @@ async def run_collector(settings: Settings, rules: RunSettings, listen: Listen |
     try:
         await store.ping()
         await check_server(store)
-        collector = Collector(store, rules, listen)
-        await collector.open()
         async with stop_signal() as stop:
-            await collector.serve(stop)
+            while True:
+                era = store.era
+                collector = Collector(store, rules, listen)
+                await collector.open()
+                try:
+                    await collector.serve(stop)
+                    return
+                except RolledBackError:
+                    # What it holds in memory is of a Redis that is no more. It begins anew once that is reconciled.
+                    if not await _reconciled(store, stop):
+                        return
+                except FencedError:
+                    if store.era == era:
+                        raise
+                log.warning("collector.begins_anew", run=settings.run, reason="Redis was reconciled")
     finally:
         await store.close()
+
+
+async def _reconciled(store: Store, stop: asyncio.Event) -> bool:
+    """Wait until the run is reconciled; False: `stop` was set first."""
+    log.error("collector.waits_for_reconciliation", run=store.keys.run, remedy="client.reconcile(...) by the trainer")
+    while not stop.is_set():
+        with contextlib.suppress(RolledBackError, ConnectionLostError):
+            await store.check_marks()
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _AWAY_S)
+    return False
 
 
 class Collector:
@@ -130,13 +161,16 @@ class Collector:
             for task in done:
                 task.result()
         finally:
+            if stop.is_set():
+                self._store.hurry()
             tasks += [] if self._lead is None else [self._lead]
             await stop_tasks(tasks)
             for task in tasks:
                 if task.done() and not task.cancelled():
                     task.exception()  # retrieved: one error is raised, and the others have the same cause
             await self._partitions.close()
-            with contextlib.suppress(ConnectionLostError, RedisRefusedError):  # then the leases end by themselves
+            # Where that fails the leases end by themselves.
+            with contextlib.suppress(ConnectionLostError, RedisRefusedError, RolledBackError):
                 await self._store.resign(self.name)
             log.info("collector.stopped", collector=self.name)
 

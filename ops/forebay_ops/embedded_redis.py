@@ -13,6 +13,7 @@ to reach it. The rules:
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import importlib
@@ -23,17 +24,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
 
 from forebay.errors import ConnectionLostError
-from forebay.store.connection import connection_pool
+from forebay.store.connection import Absence, connect, connection_pool, riding_through
 from forebay.store.refusals import hint, refusal
+from forebay.store.sentinel import is_sentinel_url
 from forebay_ops.errors import RedisPortTakenError, RedisStartError, StackFailedError
 from forebay_ops.logs import last_lines, open_log
 from forebay_ops.ports import find_free_port
@@ -134,7 +136,7 @@ def _client(url: str) -> redis.Redis:
 
 
 def check_url(url: str) -> None:
-    """One PING to a server that is not ours.
+    """One PING to a server that is not ours, or to the primary that Sentinels name. Not from within an event loop.
 
     Raises:
         SettingsError: not a URL of Redis.
@@ -142,6 +144,9 @@ def check_url(url: str) -> None:
         ConnectionLostError: no answer.
     """
     connection_pool(url)  # says what is wrong with a URL, without quoting it
+    if is_sentinel_url(url):
+        asyncio.run(_check_primary(url))
+        return
     try:
         with _client(url) as client:
             client.ping()
@@ -152,6 +157,14 @@ def check_url(url: str) -> None:
             f"Redis at {redact_url(url)} does not answer ({error}): start it, or correct REDIS_URL, "
             f"or unset REDIS_URL to use the embedded server{hint(url, error)}"
         ) from error
+
+
+async def _check_primary(url: str) -> None:
+    client = connect(url, max_connections=1)
+    try:
+        await riding_through(lambda: cast("Awaitable[Any]", client.ping()), Absence(url, _CALL_TIMEOUT_S, 0))
+    finally:
+        await client.aclose(close_connection_pool=True)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from forebay.interactions import Interaction, InteractionWithTokenLogpReward
 from forebay.notices import ForebayWarning
 from forebay.options import GroupOptions
 from forebay.outcomes import FailureKind, GroupState, RejectReason, SlotOutcome
+from forebay.reconciling import Reconciliation
 from forebay.reward_rules import NormConfig
 from forebay.rewards import AsyncRewardWrapper
 from forebay.settings import EngineSettings, RunSettings, Settings, load
@@ -48,6 +49,7 @@ __all__ = [
     "ModelRequest",
     "ModelResponse",
     "NormConfig",
+    "Reconciliation",
     "RejectReason",
     "RolloutGroup",
     "RolloutWorkflow",

@@ -73,6 +73,7 @@ class AsyncBatchStream:
         self.timeout_s = timeout_s
         """Bounds the wait for each batch; None: no bound."""
         self._after = "0"
+        self._era = store.era
         self._lock = asyncio.Lock()
         self._joined = False
         self._missed: int | None = None
@@ -109,6 +110,7 @@ class AsyncBatchStream:
             RowsMissingError: Redis has lost rows that the batch counts.
             FrameError: three batches in a row cannot be read, or one that others read too; it is kept, and comes again.
             RunStoppedError: the run has stopped itself; what was cut before is handed over first.
+            RolledBackError: Redis has gone back in time; call ``reconcile``, and read on.
             ConsumerError: another consumer drives the version; pass ``follows=True``.
             BatchGoneError: a batch after `resume_after` is not kept any more.
         """
@@ -124,6 +126,8 @@ class AsyncBatchStream:
             self._joined = True
         watch = Watch(self._store, self._settings, self.timeout_s)
         while True:
+            if self._era != self._store.era:  # reconciled: the place in the stream says nothing of what was trained on
+                self._era, self._after = self._store.era, "0"
             taken = await self._store.take(self._cursor, "reader", self._after)
             if taken.batch is not None:
                 try:

@@ -6,8 +6,9 @@ One thread runs an event loop; every call is handed to it. An interrupt (Ctrl-C)
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any, Self, TypeVar, Unpack
 
 from forebay.batches import AsyncBatchStream, BatchData, CollectedRollouts, Rollouts
 from forebay.client import AsyncClient
+from forebay.errors import QueueFullError
 from forebay.options import GroupOptions
+from forebay.reconciling import Reconciliation
 from forebay.settings import EngineSettings, RunSettings, Settings
 from forebay.stalls import Diagnosis
 from forebay.store.ledger_records import DeadGroup, Drop, Redriven, SetAside
@@ -252,6 +255,29 @@ class Client:
     def recover(self, version: int) -> None:
         """A trainer begins again from a checkpoint of `version`, which may be older than the run's."""
         self._loop.run(self._client.recover(version))
+
+    def reconcile(
+        self,
+        *,
+        version: int,
+        last_batch: int = 0,
+        trained: Iterable[int | str] | None = None,
+        submitted: Iterable[str] | Mapping[str, int] = (),
+        resubmit: Callable[[str], int] | None = None,
+        consumer: str = "trainer",
+    ) -> Reconciliation:
+        """Bring Redis in line with the trainer's checkpoint; `resubmit` is called in this thread."""
+        found = self._loop.run(
+            self._client.reconcile(
+                version=version, last_batch=last_batch, trained=trained, submitted=submitted, consumer=consumer
+            )
+        )
+        reissued: dict[str, int] = {}
+        if resubmit is not None:
+            with contextlib.suppress(QueueFullError):
+                for key in found.missing:
+                    reissued[key] = resubmit(key)
+        return found.with_reissued(reissued)
 
     def version(self) -> int:
         """The policy version in force."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -14,6 +15,7 @@ from forebay.collecting import collect_groups
 from forebay.errors import ConsumerError, QueueFullError, SubmitError, VersionError, WeightUpdateError, WorkflowError
 from forebay.feeding import Feeds, GroupBuffer
 from forebay.options import GroupOptions, resolve_rules
+from forebay.reconciling import Reconciliation, known_of, reconcile
 from forebay.settings import EngineSettings, RunSettings, Settings, load
 from forebay.stalls import Diagnosis, diagnose
 from forebay.store.ledger_records import DeadGroup, Drop, Redriven, SetAside
@@ -315,6 +317,49 @@ class AsyncClient:
         """
         check_version(version)
         await self._store.recover(version)
+
+    async def reconcile(
+        self,
+        *,
+        version: int,
+        last_batch: int = 0,
+        trained: Iterable[int | str] | None = None,
+        submitted: Iterable[str] | Mapping[str, int] = (),
+        resubmit: Callable[[str], Awaitable[int]] | None = None,
+        consumer: str = "trainer",
+    ) -> Reconciliation:
+        """Bring Redis in line with the trainer's checkpoint, after a RolledBackError or when a trainer begins again.
+
+        What was trained on comes never again, what neither Redis nor the checkpoint knows is submitted again, all else
+        comes as it would have. On a Redis that has lost nothing it does what :meth:`recover` and ``resume_after`` do.
+        May be called again, and is, if it was cut off. Nobody may read batches meanwhile; batches in hand that were not
+        trained on come again.
+
+        Args:
+            version: of the checkpoint.
+            last_batch: id of the last batch that it was trained on; 0: none.
+            trained: task ids (``batch.task_ids``) or idempotency keys of all groups that it was trained on. None: those
+                of the batches up to `last_batch`, which is all that can be said if Redis still knows those batches.
+            submitted: idempotency keys of all prompts that were submitted, if possible with the task ids.
+            resubmit: submits the prompt of a key again, under that key. Without it, or once the queue is full, the keys
+                are in ``missing``.
+            consumer: who drives the version.
+
+        Raises:
+            SubmitError: an argument is none of these.
+            VersionError: `version` is none.
+        """
+        check_version(version)
+        found = await reconcile(self._store, known_of(version, last_batch, trained, submitted), consumer)
+        self._buffers.clear()
+        self._streams.clear()
+        self._prepared.clear()
+        reissued: dict[str, int] = {}
+        if resubmit is not None:
+            with contextlib.suppress(QueueFullError):
+                for key in found.missing:
+                    reissued[key] = await resubmit(key)
+        return found.with_reissued(reissued)
 
     async def version(self) -> int:
         """The policy version in force."""

@@ -27,6 +27,7 @@ __all__ = [
     "QueueFullError",
     "RedisRefusedError",
     "RewardTimeoutError",
+    "RolledBackError",
     "RowsMissingError",
     "RunNotReadyError",
     "RunStoppedError",
@@ -167,6 +168,10 @@ class FencedError(ForebayError, RuntimeError):
 
 class RunStoppedError(ForebayError, RuntimeError):
     """The run has stopped itself: too many failures of one kind. The text has the first cause, and how to resume."""
+
+
+class RolledBackError(RunStoppedError):
+    """Redis has gone back in time: it has less of the run than it had. The text says of what, and what to do."""
 
 
 class GroupNotDeliveredError(ForebayError, LookupError):

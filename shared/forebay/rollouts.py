@@ -61,6 +61,11 @@ class Rollouts:
         return Rollouts(version=self.version, groups=[self.groups[place] for place in places], rows=rows)
 
     @property
+    def task_ids(self) -> list[int]:
+        """What a checkpoint is to remember of them for ``reconcile``: their ids, and whose prompts they had."""
+        return [task for group in self.groups for task in (group.task, group.parent) if task is not None]
+
+    @property
     def normalized_groups(self) -> list[bool]:
         """For each group, whether its rewards are normalized already."""
         return [group.rewards_normalized for group in self.groups]

@@ -132,10 +132,15 @@ class Settings(_Base):
     experiment_name: _Name = "dev"
     trial_name: _Name = "trial0"
     redis_url: SecretStr | None = Field(None, validation_alias="REDIS_URL")
-    """``redis://[[user]:password@]host:port/db``; ``rediss://`` for TLS. Never printed with its password.
-    None: the Redis of the stack that ``make up`` started in `home`, else the usual local port."""
+    """``redis://[[user]:password@]host:port/db``; ``rediss://`` for TLS;
+    ``redis+sentinel://host:port,host:port/name/db`` for the primary that Sentinels name (docs/operations.md). Never
+    printed with its password. None: the Redis of the stack that ``make up`` started in `home`, else the usual local
+    port."""
     redis_timeout_s: float = Field(10.0, gt=0)
-    """How long one Redis call may take, retries of a lost connection included, before it is an error."""
+    """How long a process waits for Redis to answer for the first time, before it is an error."""
+    redis_away_s: float = Field(300.0, gt=0)
+    """How long one call waits for a Redis that has answered before and is away, before it is an error. Workers and
+    collectors begin anew then, for ever."""
     servers: Annotated[list[str], NoDecode] = Field(default_factory=list)
     """Base URLs of inference servers to add to the run's registry; comma-separated in the environment."""
     home: Path = Path(".forebay")

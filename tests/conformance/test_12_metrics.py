@@ -510,7 +510,10 @@ async def _nothing() -> bytes:
 async def exposition(redis_url: str, run_name: str) -> AsyncIterator[Exposition]:
     """What a collector of a run would expose."""
     name = run_name.split("/", maxsplit=1)[0]
-    store = Store.open(Settings(REDIS_URL=SecretStr(redis_url), experiment_name=name, redis_timeout_s=1.0))
+    settings = Settings(
+        REDIS_URL=SecretStr(redis_url), experiment_name=name, redis_timeout_s=1.0, redis_away_s=1.0
+    )  # fmt: skip
+    store = Store.open(settings)
     yield Exposition(store, Dumper(RunSettings(), run_name))
     await store.close()
 

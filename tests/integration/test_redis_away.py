@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 from conditions import eventually
 from driver import Driver
+from going_back import OwnRedis
 from services import read, services
 
 from forebay import AsyncClient, Settings
@@ -21,6 +22,8 @@ from forebay_ops.ports import find_free_port
 
 LEASE_S = 1.0
 AWAY_S = 3.0
+LONG_S = float(os.environ.get("FOREBAY_TEST_AWAY_S", "4"))
+"""Set it to 65 to see a whole minute of absence ridden through."""
 
 
 async def test_absence_of_redis_costs_no_running_attempt(run_name: str, tmp_path: Path) -> None:
@@ -74,6 +77,59 @@ async def test_slots_of_a_fleet_that_died_run_again(redis_url: str, run_name: st
             await asyncio.sleep(0.05)
     assert LEASE_S < time.monotonic() - began < LEASE_S + 5
     await store.close()
+
+
+async def test_processes_ride_through_a_long_absence(run_name: str, tmp_path: Path) -> None:
+    """Case 39: worker, collector, producer and trainer wait, each says so in a line, and go on by themselves."""
+    redis = OwnRedis(tmp_path, find_free_port())
+    await redis.start()
+    log = tmp_path / "services.log"
+    variables = {"FOREBAY_REDIS_AWAY_S": str(LONG_S / 4), "FOREBAY_LOG_JSON": "true"}
+    settings = Settings(REDIS_URL=redis.url, experiment_name=run_name.split("/", maxsplit=1)[0], redis_away_s=300)
+    try:
+        async with services(redis.url, run_name, lease_s=3.0, collector_lease_s=2.0, max_staleness=50) as (running, _):
+            await running.stop("worker")
+            await running.stop("collector")
+            for name in ("collector", "worker"):  # which begin anew when their patience is over
+                running.start_process(name, name, stderr=log, **variables)
+            client = await AsyncClient.connect(settings)
+            gate = asyncio.Event()
+            default = running.server.default
+
+            async def wait_then_answer(_: dict[str, Any]) -> Any:
+                await gate.wait()
+                return web.json_response(default)
+
+            running.server.default = wait_then_answer
+            tasks = [await submit_one(client) for _ in range(2)]
+            await eventually(lambda: len(running.server.requests) == 4, "four slots in flight")
+            reading = asyncio.create_task(read(client, 2, timeout_s=600))
+            await redis.kill()
+            submitting = asyncio.gather(*(submit_one(client) for _ in range(2)))
+            gate.set()  # results come while Redis is away
+            done, _ = await asyncio.wait([reading, submitting], timeout=LONG_S)
+            assert not done, "both wait"
+            await redis.start()
+            tasks += await submitting
+            batches = await reading
+            assert sorted(task for batch in batches for task in batch.task_ids) == sorted(tasks)
+            attempts = [rollout.attempt for batch in batches for group in batch.groups for rollout in group.rollouts]
+            assert attempts == [1] * 8, "no attempt was burned"
+            status = await client.status()
+            assert (status.count("leases_lost"), status.count("delivered"), status.in_flight) == (0, 4, 0)
+            assert (running.ended("worker"), running.ended("collector")) == (None, None)
+            await client.close()
+        lines = log.read_text().splitlines()
+        told = {event: sum(f'"{event}"' in line for line in lines) for event in ("redis.away", "redis.back")}
+        assert told == {"redis.away": 2, "redis.back": 2}, "one line each, and one when it is back"
+        assert len([line for line in lines if "warning" in line]) < 40
+    finally:
+        await redis.stop()
+
+
+async def submit_one(client: AsyncClient) -> int:
+    """Submit a group of two slots."""
+    return await client.submit({"ids": [1, 2, 3]}, "pipeline_workflows.EchoWorkflow", {}, group_size=2)
 
 
 async def beaten(store: Store, times: int) -> None:

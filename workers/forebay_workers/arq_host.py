@@ -53,6 +53,7 @@ class _BulkWorker(Worker):
         self._url = url
         self._claim = claim
         self._idle = idle
+        self._away = False
         self.claiming = asyncio.Lock()
         """Held from the question for jobs until each that was leased has its task."""
 
@@ -75,12 +76,17 @@ class _BulkWorker(Worker):
                     await self._idle()
             self._collect()
             await self.heart_beat()
+            self._away = False
         except RedisRefusedError:  # an OSError that does not pass
             raise
         except (ConnectionLostError, RedisError, OSError) as error:
             if (refused := refusal(error, self._url)) is not None:
                 raise refused from None
-            log.warning("redis.away", reason=str(error))
+            if not self._away:  # once: the store says how long it lasts
+                log.warning("claiming.waits", reason=str(error))
+            self._away = True
+            # What the pool has may lead to a server that is no longer the primary.
+            await self.pool.connection_pool.disconnect(inuse_connections=False)
             await asyncio.sleep(_AWAY_S)
 
     async def _start(self, job_id: str) -> None:

@@ -4,7 +4,8 @@ What is finished is held here then, and its lease with it, until there is memory
 lost. Invariants (``tests/integration/test_memory_short.py``):
 
 - A result that was held counts under its own attempt (``test_short_memory_loses_nothing``).
-- Every wait ends: with the publication, with the lease (the group's deadline), or after ``memory_wait_s`` as a failure
+- Nothing is lost while Redis is away, but past the group's deadline (``test_redis_away.py``).
+- Every wait for memory ends: with the publication, with the lease (the group's deadline), or after ``memory_wait_s`` as a failure
   of kind infra, which needs no memory (``test_a_wait_that_is_too_long_is_a_failure_of_infrastructure``).
 - Rows that the server could never hold are a failure of kind data at once
   (``test_rows_above_the_servers_memory_are_a_failure_of_data``).
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from forebay.errors import StoreFullError
+from forebay.errors import ConnectionLostError, StoreFullError
 from forebay.outcomes import FailureKind, SlotOutcome
 from forebay.store.store import Store
 from forebay.wire.envelopes import SlotHeader
@@ -45,11 +46,21 @@ class Held:
 class Publisher:
     """Publishes for one worker."""
 
-    def __init__(self, store: Store, leases: Leases, *, rows_ttl_s: float, memory_wait_s: float) -> None:
+    def __init__(self, store: Store, leases: Leases, *, rows_ttl_s: float, memory_wait_s: float, away_s: float) -> None:
+        """Make one for the process.
+
+        Args:
+            store: where to.
+            leases: of the attempts that run.
+            rows_ttl_s: rows without a header go after this.
+            memory_wait_s: how long a result waits for memory.
+            away_s: how long it waits for a Redis that is away; after that its group has ended.
+        """
         self._store = store
         self._leases = leases
         self._rows_ttl_s = rows_ttl_s
         self._memory_wait_s = memory_wait_s
+        self._away_s = away_s
         self.held = Held()
 
     async def publish(self, attempt: Attempt, ended: Ended, header: Callable[[Ended], SlotHeader]) -> tuple[str, Ended]:
@@ -61,7 +72,7 @@ class Publisher:
             header: made of what is published.
 
         Raises:
-            ConnectionLostError: Redis cannot be reached.
+            ConnectionLostError: Redis cannot be reached, and the process is to end, or the group has ended.
         """
         try:
             return await self._once(attempt, ended, header), ended
@@ -72,16 +83,22 @@ class Publisher:
         # From here on the lease is not renewed: it ends with the publication, and a heart-beat that crosses it must not
         # take that for a loss. Should Redis stay away for longer than the lease, the slot runs again; the first wins.
         self._leases.drop(attempt)
-        return await self._store.publish(
-            *attempt,
-            outcome=ended.outcome,
-            kind=ended.kind,
-            header=header(ended).pack(),
-            rows=ended.frame,
-            rows_ttl_s=self._rows_ttl_s,
-            head=min((row.head for row in ended.rows if row.head >= 0), default=-1),
-            reason=ended.reason,
-        )
+        packed, began = header(ended).pack(), time.monotonic()
+        while True:
+            try:
+                return await self._store.publish(
+                    *attempt,
+                    outcome=ended.outcome,
+                    kind=ended.kind,
+                    header=packed,
+                    rows=ended.frame,
+                    rows_ttl_s=self._rows_ttl_s,
+                    head=min((row.head for row in ended.rows if row.head >= 0), default=-1),
+                    reason=ended.reason,
+                )
+            except ConnectionLostError:  # however long Redis is away, nothing that was computed is lost
+                if self._store.hurried or time.monotonic() - began > self._away_s:
+                    raise
 
     async def _hold(
         self, attempt: Attempt, ended: Ended, header: Callable[[Ended], SlotHeader], error: StoreFullError

@@ -60,7 +60,7 @@ async def run_worker(
         RunNotReadyError: no collector published the run's settings within ``wait_for_run_s``.
         SettingsError: ``trace_dir`` cannot be written to.
     """
-    store = Store.open(settings, max_connections=worker_settings.max_slots + 32)
+    store = Store.open(settings, max_connections=worker_settings.max_slots + 32, waits_for_reconciliation=True)
     try:
         await store.ping()
         log.info("worker.waiting_for_run", run=settings.run)
@@ -106,6 +106,7 @@ class Worker:
             poll_delay_s=worker_settings.poll_delay_s,
         )
         self._metrics = None if listen is None else WorkerMetrics(self._state, listen)
+        self._era = store.era
 
     async def _claim(self, most: int) -> list[str]:
         # Without a server nothing is claimed: no attempt is burned on a fleet that is still loading its model.
@@ -205,7 +206,9 @@ class Worker:
         await self._host.stop_claiming(_CLOSE_S)
         log.info("worker.draining", running=len(self._leases), at_most_s=self._settings.drain_timeout_s)
         if not await self._drained(hurry):
+            self._store.hurry()
             await self._hand_back()
+        self._store.hurry()
         await stop_tasks([heartbeat, *others, stopped])
         with contextlib.suppress(ConnectionLostError, RedisRefusedError, TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
@@ -246,6 +249,9 @@ class Worker:
         await self._host.wait_idle(_HAND_BACK_S)
 
     async def _refresh(self) -> None:
+        if self._era != self._store.era:  # the run was reconciled: its registry of servers may be an old one, or empty
+            await self._store.add_servers(self._run_settings.servers)
+            self._era = self._store.era
         self._fleet.set_servers(await self._store.servers())
         self._fleet.set_version(await self._store.version())
 

@@ -62,7 +62,11 @@ class SlotRunner:
         self._caches = GroupCaches()
         self._claimed: dict[str, Lease] = {}
         self.publisher = Publisher(
-            store, leases, rows_ttl_s=run_settings.rows_ttl_s, memory_wait_s=settings.memory_wait_s
+            store,
+            leases,
+            rows_ttl_s=run_settings.rows_ttl_s,
+            memory_wait_s=settings.memory_wait_s,
+            away_s=run_settings.group_deadline_s,
         )
         self.draining = False
         """The worker is shutting down: a cancelled attempt is handed back."""

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar, cast
 
-import redis.asyncio as redis_asyncio
+import structlog
 from redis.exceptions import NoScriptError, OutOfMemoryError
 
-from forebay.errors import FencedError, QueueFullError, RunStoppedError, StoreFullError
+from forebay.errors import (
+    ConnectionLostError,
+    FencedError,
+    QueueFullError,
+    RolledBackError,
+    RunStoppedError,
+    StoreFullError,
+)
 from forebay.settings import Settings
 from forebay.store.bounds import Memory, memory_of
-from forebay.store.connection import address, connect, riding_through
+from forebay.store.connection import Absence, address, connect, riding_through
 from forebay.store.keys import Keys
+from forebay.store.marks import GoneBackError, Marks, Seen
 from forebay.store.pipelining import Pipeliner
 from forebay.store.refusals import named
 from forebay.store.scripts import source
@@ -21,6 +31,11 @@ __all__ = ["MAX_REASON", "MAX_SAMPLE", "StoreBase", "block_ms", "fenced", "paire
 
 T = TypeVar("T")
 
+log = structlog.get_logger(__name__)
+
+_ROLLED_BACK = "Redis has gone back in time"
+"""What the reason of a run begins with that was stopped for it."""
+_LOOK_AGAIN_S = 0.5
 _BLOCK_MAX_S = 1.0
 MAX_REASON = 300
 """Characters of a reason in the ledgers."""
@@ -31,26 +46,104 @@ MAX_SAMPLE = 64
 class StoreBase:
     """A connection to the state of one run."""
 
-    def __init__(self, client: redis_asyncio.Redis, url: str, run: str, timeout_s: float) -> None:
-        self._redis = client
-        self._url = url
-        self._timeout_s = timeout_s
+    def __init__(
+        self, url: str, run: str, absence: Absence, *, max_connections: int = 64, marked: bool = True,
+        waits_for_reconciliation: bool = False,
+    ) -> None:  # fmt: skip
+        """Make the store; it connects on the first call.
+
+        Args:
+            url: Redis.
+            run: which run.
+            absence: how long calls wait for a Redis that is away.
+            max_connections: at once.
+            marked: notice a Redis that has gone back in time.
+            waits_for_reconciliation: wait then, as for one that is away, until somebody has reconciled it, instead of
+                raising RolledBackError: for a process that holds nothing which the reconciliation would make void.
+        """
         self.keys = Keys(run)
-        self._pipeliner = Pipeliner(client)
+        self._url = url
+        self._absence = absence
+        self._marks = Marks(self.keys) if marked else None
+        self._waits = waits_for_reconciliation
+        self._told: Seen | None = None
+        self._turns = 0
+        greet = None if self._marks is None else self._marks.greet
+        self._redis = connect(url, max_connections=max_connections, greet=greet)
+        self._pipeliner = Pipeliner(self._redis, self._marks)
 
     @classmethod
-    def open(cls, settings: Settings, *, max_connections: int = 64) -> Self:
+    def open(cls, settings: Settings, *, max_connections: int = 64, waits_for_reconciliation: bool = False) -> Self:
         """The store of the run that `settings` name; connects on the first call."""
         url = settings.resolved_redis_url()
-        return cls(connect(url, max_connections=max_connections), url, settings.run, settings.redis_timeout_s)
+        absence = Absence(url, settings.redis_timeout_s, settings.redis_away_s)
+        return cls(
+            url, settings.run, absence, max_connections=max_connections,
+            waits_for_reconciliation=waits_for_reconciliation,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """Close the connections."""
         await self._pipeliner.close()
         await self._redis.aclose(close_connection_pool=True)
 
+    def hurry(self) -> None:
+        """Do not wait any more for a Redis that is away: the process is to end."""
+        self._absence.hurry()
+
+    @property
+    def hurried(self) -> bool:
+        """Whether that was said."""
+        return self._absence.hurried
+
+    @property
+    def era(self) -> tuple[int, int]:
+        """Changes when the run was reconciled: what a reader remembers of its place in a stream is void then."""
+        return (0 if self._marks is None else self._marks.seen.reconciled), self._turns
+
+    @asynccontextmanager
+    async def unmarked(self) -> AsyncIterator[Self]:
+        """A store of the same run that takes Redis as it is."""
+        other = type(self)(self._url, self.keys.run, self._absence, max_connections=4, marked=False)
+        try:
+            yield other
+        finally:
+            await other.close()
+
     async def _ride(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await riding_through(call, self._url, self._timeout_s)
+        began = asyncio.get_running_loop().time()
+        while True:
+            try:
+                return await riding_through(call, self._absence, self._reconnect)
+            except GoneBackError as gone:
+                error = self._rolled_back(str(gone))
+                await self._tell(gone, str(error))
+                if not self._waits:
+                    raise error from None
+                if asyncio.get_running_loop().time() - began > self._absence.patience_s:
+                    raise ConnectionLostError(str(error)) from None
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _reconnect(self) -> None:
+        """Let idle connections go: they lead to a server that is not the primary any more."""
+        pool: Any = self._redis.connection_pool  # whose type redis-py does not tell
+        await pool.disconnect(inuse_connections=False)
+
+    def _rolled_back(self, differences: str) -> RolledBackError:
+        return RolledBackError(
+            f"{_ROLLED_BACK}: {differences}. The data of run {self.keys.run} at {address(self._url)} was restored from "
+            "an older state, lost its last writes, or was emptied; nothing is handed out until the trainer calls "
+            "client.reconcile(...) with what its checkpoint knows (docs/operations.md)"
+        )
+
+    async def _tell(self, gone: GoneBackError, reason: str) -> None:
+        """Stop the run, once for each time: whoever has seen less would not know."""
+        if self._told is gone.seen:
+            return
+        log.error("redis.gone_back", run=self.keys.run, address=address(self._url), differences=str(gone))
+        async with self.unmarked() as other:
+            await other._run("rolled_back", reason, *gone.seen.arguments())
+        self._told = gone.seen
 
     async def _ask(self, *commands: tuple[Any, ...]) -> list[Any]:
         """The answers to repeatable `commands`; the first that is an error is raised.
@@ -115,6 +208,18 @@ class StoreBase:
         """Raise ConnectionLostError unless Redis answers."""
         await self._ask(("PING",))
 
+    async def check_marks(self) -> None:
+        """Raise RolledBackError if Redis has less of the run than this store has seen."""
+        marks = self._marks
+        if marks is None:
+            return
+
+        async def once() -> None:
+            before = marks.seen
+            marks.compare(before, await self._pipeliner.send(*marks.commands))
+
+        await self._ride(once)
+
     async def wait_for_wake(self, name: str, timeout_s: float) -> None:
         """Wait until ``admission``, ``cutter`` or ``jobs`` is woken, or `timeout_s` has passed."""
         keys = self.keys
@@ -159,6 +264,8 @@ def queue_full(answer: Sequence[Any], again: str) -> QueueFullError:
 
 def run_stopped(reason: str) -> RunStoppedError:
     """The error of a run that has stopped itself."""
+    if reason.startswith(_ROLLED_BACK):
+        return RolledBackError(reason)
     return RunStoppedError(f"the run has stopped itself: {reason}; mend the cause, then `forebay resume`")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,7 @@ class LeaderCalls(StoreBase):
         flat = [part for item in fields.items() for part in item]
         if not await self._run("configure", epoch, settings.model_dump_json(), *flat):
             raise fenced()
+        await self._ask(("HSETNX", self.keys.state, "incarnation", uuid.uuid4().hex))
 
     async def ready(self, most: int) -> list[tuple[int, bytes]]:
         """The oldest ready groups with their summaries."""
@@ -118,9 +120,11 @@ class LeaderCalls(StoreBase):
             ("ZCARD", keys.ready),
             ("XLEN", keys.prompts),
             ("SCARD", keys.running),
-            ("HMGET", keys.state, "eod", "dynamic", "settled"),
+            ("HMGET", keys.state, "eod", "dynamic", "settled", "rolled_back"),
         )
-        ended, dynamic, settled = state
+        ended, dynamic, settled, rolled_back = state
+        if rolled_back is not None:
+            ready = 0  # nothing is cut from what may have been trained on, until it is reconciled
         return CutRule(int(ready), bool(ended) and queued + running == 0, dynamic == b"1", int(settled or 0))
 
     async def tally(self) -> dict[str, int]:

@@ -14,6 +14,8 @@ from typing import Any
 import redis.asyncio as redis_asyncio
 from redis.exceptions import RedisError
 
+from forebay.store.marks import Marks, Seen
+
 __all__ = ["Pipeliner"]
 
 _COMMANDS_AT_ONCE = 256
@@ -30,8 +32,9 @@ class _Request:
 class Pipeliner:
     """Sends requests of one or more commands, each request whole and in the order of asking."""
 
-    def __init__(self, client: redis_asyncio.Redis) -> None:
+    def __init__(self, client: redis_asyncio.Redis, marks: Marks | None = None) -> None:
         self._redis = client
+        self._marks = marks
         self._waiting: deque[_Request] = deque()
         self._sender: asyncio.Task[None] | None = None
 
@@ -73,8 +76,14 @@ class Pipeliner:
         for request in requests:
             for command in request.commands:
                 pipe.execute_command(*command)
+        marks = self._marks if any(part[0] == "EVALSHA" for one in requests for part in one.commands) else None
+        before = marks.seen if marks is not None else None
+        for command in marks.commands if marks is not None else ():
+            pipe.execute_command(*command)
         try:
             answers = await pipe.execute(raise_on_error=False)
+            if marks is not None and before is not None:
+                _compare(marks, before, answers)
         except (RedisError, OSError) as error:
             for request in requests:
                 if not request.answers.done():
@@ -92,3 +101,10 @@ class Pipeliner:
         if self._sender is not None:
             self._sender.cancel()
             await asyncio.gather(self._sender, return_exceptions=True)
+
+
+def _compare(marks: Marks, before: Seen, answers: list[Any]) -> None:
+    """Raises GoneBackError."""
+    told = [answers.pop() for _ in marks.commands][::-1]
+    if not any(isinstance(one, Exception) for one in told):  # a server that cannot answer these refuses the others too
+        marks.compare(before, told)

@@ -16,6 +16,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from forebay.errors import RedisRefusedError
 from forebay.store.scripts import name_of
+from forebay.store.sentinel import shown_url
 
 __all__ = ["address", "hint", "named", "refusal"]
 
@@ -26,9 +27,7 @@ _PASSING_SSL = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
 
 def address(url: str) -> str:
     """`url` without user, password and options, fit to be shown."""
-    parts = urlsplit(url)
-    port = f":{parts.port}" if parts.port else ""
-    return f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
+    return shown_url(url)
 
 
 def named(error: Exception, command: tuple[Any, ...]) -> Exception:
@@ -42,10 +41,14 @@ def named(error: Exception, command: tuple[Any, ...]) -> Exception:
 def hint(url: str, error: BaseException) -> str:
     """What else may be wrong with a server at `url` that hangs up, or says nothing."""
     cause = next((one for one in _chain(error) if isinstance(one, OSError)), error)
-    if urlsplit(url).scheme == "rediss":
+    if _is_tls(url):
         return "; a port without TLS falls silent like this, and takes redis://" if _silent(error) else ""
     closed = isinstance(cause, ConnectionResetError) or "closed by server" in str(error)
     return "; a port for TLS hangs up like this, and takes rediss://" if closed else ""
+
+
+def _is_tls(url: str) -> bool:
+    return url.startswith(("rediss:", "rediss+"))
 
 
 def _silent(error: BaseException) -> bool:
@@ -65,7 +68,7 @@ def refusal(error: BaseException, url: str) -> RedisRefusedError | None:
             f"Redis at {address(url)} refuses {_user(url)} a command{of}: {said}; `forebay acl` prints the rules that "
             "each role needs"
         )
-    if isinstance(error, (RedisError, OSError)) and urlsplit(url).scheme == "rediss":
+    if isinstance(error, (RedisError, OSError)) and _is_tls(url):
         return _tls(error, url)
     return None
 

@@ -34,6 +34,7 @@ from forebay.store.ledgers import LedgerCalls
 from forebay.store.looking import LookCalls
 from forebay.store.owning import OwnerCalls
 from forebay.store.producing import ProducerCalls
+from forebay.store.reconciling import ReconcileCalls
 from forebay.store.records import RunStatus
 from forebay.store.training import TrainerCalls
 from forebay.store.working import WorkerCalls
@@ -42,7 +43,9 @@ from forebay.wire.values import unpack
 __all__ = ["Store", "run_stopped"]
 
 
-class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LedgerCalls, LookCalls):
+class Store(
+    ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LedgerCalls, LookCalls, ReconcileCalls
+):
     """The state of one run: what each role does (the bases), and what everybody may ask."""
 
     async def run_settings(self) -> RunSettings | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from forebay.errors import BatchGoneError, ConsumerError, VersionError
-from forebay.store.base import MAX_REASON, MAX_SAMPLE, StoreBase, block_ms, paired
+from forebay.store.base import MAX_REASON, MAX_SAMPLE, StoreBase, block_ms, paired, run_stopped
 from forebay.store.records import BatchEntry, Collected, Cursor, Taken
 
 __all__ = ["TrainerCalls"]
@@ -90,7 +90,7 @@ class TrainerCalls(StoreBase):
             known = f"its last batch is {int(rest[0])}" if state == b"unknown" else f"batch {int(rest[0])} is unread"
             raise BatchGoneError(
                 f"cannot go on after batch {batch_id}: in this Redis {known}; it is another run, or Redis has lost "
-                "writes (check its persistence: appendonly yes, appendfsync always)"
+                "writes (check its persistence: appendonly yes, appendfsync always): client.reconcile(...) mends that"
             )
 
     async def wait_for_batch(self, after: str, timeout_s: float) -> None:
@@ -143,8 +143,11 @@ class TrainerCalls(StoreBase):
         return None if reason is None else str(reason.decode())
 
     async def resume(self) -> bool:
-        """Let a run that has stopped itself go on: whether it had."""
-        return bool(await self._run("resume"))
+        """Let a run that has stopped itself go on: whether it had. Raises RolledBackError."""
+        answer = await self._run("resume")
+        if answer == -1:
+            raise run_stopped(await self.stopped() or "")
+        return bool(answer)
 
     async def set_version(self, version: int) -> None:
         """The trainer has stepped. Raises VersionError if that would go backwards."""

@@ -10,6 +10,8 @@ local name, reader, after, consumer, world, follows = ARGV[1], ARGV[2], ARGV[3],
 local stream = key('batches')
 local driver = enter(consumer, follows)
 if driver then return {'driven', driver} end
+local rolled_back = call('HGET', STATE, 'rolled_back')
+if rolled_back then return {'stopped', rolled_back} end -- what is cut may be what the trainer has had
 
 local function dissolve(entry, batch, tasks, version)
   for _, task in ipairs(tasks) do
