@@ -389,7 +389,7 @@ class TestProcesses:
         limit = 1_500_000
         async with services(
             own_redis, run_name, collector=False, worker=False, import_allowlist=["bounds_workflows"],
-            max_staleness=50, max_stored_bytes=limit, max_queued_bytes=2_000,
+            max_staleness=50, max_stored_bytes=limit, max_queued_bytes=2_000, lease_s=10.0,
         ) as (_, client):  # fmt: skip
             most = 0
 
@@ -430,33 +430,46 @@ class TestProcesses:
             assert (status.count("rejected"), status.count("evicted")) == (0, 0)
 
     async def test_a_small_maxmemory_loses_nothing(self, own_redis: str, run_name: str) -> None:
-        """Case 42: rows without a bound of ours fill the server; producers are told, and all is delivered once."""
+        """Case 42: with a small server producers are told, and all that was taken is delivered once."""
+        bound_memory(own_redis, used_memory(own_redis) + 8_000_000)
         async with services(
             own_redis, run_name, collector=False, worker=False, import_allowlist=["bounds_workflows"],
-            max_staleness=50, max_stored_bytes=0, batches_per_version=2,
+            max_staleness=1000, lease_s=10.0,
         ) as (_, client):  # fmt: skip
-            bound_memory(own_redis, used_memory(own_redis) + 3_000_000)
             submitted: list[int] = []
+            prompt = {"tokens": 10_000, "context": "x" * 20_000}
 
             async def submit_until_refused() -> bool:
                 try:
-                    submitted.append(await client.submit({"tokens": 10_000}, WORKFLOW, {}, group_size=2))
-                except StoreFullError:
+                    for _ in range(20):
+                        submitted.append(await client.submit(prompt, WORKFLOW, {}, group_size=2))  # noqa: PERF401
+                except QueueFullError:
                     return True
                 return False
 
-            await until(submit_until_refused, "the server to refuse a prompt")
+            await until(submit_until_refused, "a prompt to be refused")
             seen: list[int] = []
             await client.end_of_data()
-            async with client.batches(timeout_s=30) as stream:
+            async with client.batches(timeout_s=60) as stream:
                 while (batch := await stream.next()) is not None:
                     seen += [group.task for group in batch.groups]
                     await batch.ack()
-                    if await client.version() * 4 < len(seen) - 8:
-                        await client.set_version(await client.version() + 1)
             assert sorted(seen) == sorted(submitted)
+            assert len(seen) * 2 * 80_000 > 8_000_000, "more than there is memory for at once"
             status = await client.status()
             assert (status.count("rejected"), status.count("evicted"), status.count("failures:infra")) == (0, 0, 0)
+
+
+async def test_bounds_leave_room_in_the_server(driver: Driver, own_redis: str) -> None:
+    """Case 42: with the settings' defaults a small server is full neither of rows nor of prompts; 0 is no bound."""
+    bound_memory(own_redis, 10_000_000)
+    await driver.lead()
+    status = await driver.store.status()
+    limits = {bound.name: bound.limit for bound in status.bounds}
+    assert (limits["rows_bytes"], limits["queued_bytes"]) == (5_000_000, 2_000_000)
+    await driver.lead(max_stored_bytes=0, max_queued_bytes=1000)
+    limits = {bound.name: bound.limit for bound in (await driver.store.status()).bounds}
+    assert (limits["rows_bytes"], limits["queued_bytes"]) == (0, 1000)
 
 
 def test_the_row_of_the_driver_is_small() -> None:

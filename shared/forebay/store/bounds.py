@@ -6,7 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FIRST_SLOT_BYTES", "Bound", "Memory", "bounds_of", "held_back", "human_bytes", "memory_of", "out_of_memory"]
+__all__ = [
+    "FIRST_SLOT_BYTES",
+    "QUEUE_SHARE",
+    "ROWS_SHARE",
+    "Bound",
+    "Memory",
+    "bounds_of",
+    "held_back",
+    "human_bytes",
+    "memory_of",
+    "out_of_memory",
+    "within",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,13 @@ def memory_of(answer: Any) -> Memory | None:
     if type(used) is not int or type(maximum) is not int:
         return None
     return Memory(used, maximum, str(answer.get("maxmemory_policy", "")))
+
+
+def within(memory: Memory | None, setting: int, share: float) -> int:
+    """The bound `setting`, in bytes, but no more than that share of the server's memory; 0, no bound, stays."""
+    if memory is None or not memory.maximum or not setting:
+        return setting
+    return max(1, min(setting, int(memory.maximum * share)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +82,10 @@ class Bound:
 
 FIRST_SLOT_BYTES = 65_536
 """What a slot is taken to bring before the first has, as in ``lua/_bounds.lua``."""
+ROWS_SHARE = 0.5
+QUEUE_SHARE = 0.2
+"""Of ``maxmemory``, for the rows and for each of the two queues. A server that were full of prompts, or of results of
+groups that cannot be completed, would have nothing that a trainer could free."""
 _NO_NEW_GROUP = "no group is started but those of the next batch"
 _NO_SUBMIT = "submit is refused"
 

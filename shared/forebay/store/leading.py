@@ -12,6 +12,7 @@ import msgpack
 from forebay.outcomes import FailureKind
 from forebay.settings import RunSettings
 from forebay.store.base import MAX_REASON, MAX_SAMPLE, StoreBase, fenced, paired
+from forebay.store.bounds import QUEUE_SHARE, ROWS_SHARE, within
 from forebay.store.records import CutRule
 
 __all__ = ["LeaderCalls"]
@@ -33,7 +34,11 @@ class LeaderCalls(StoreBase):
             raise fenced()
 
     async def configure(self, epoch: int, settings: RunSettings) -> None:
-        """Publish the run's rules. Raises FencedError."""
+        """Publish the run's rules. Raises FencedError.
+
+        Bounds in bytes are no larger than what the server's ``maxmemory`` of now leaves for them.
+        """
+        memory = await self.memory()
         fields: dict[str, Any] = {
             "B": settings.batch_size,
             "k": settings.batches_per_version,
@@ -43,8 +48,8 @@ class LeaderCalls(StoreBase):
             "max_concurrent": settings.max_concurrent,
             "max_queued": settings.max_queued_groups,
             "max_direct": settings.max_concurrent_direct,
-            "max_queued_bytes": settings.max_queued_bytes,
-            "max_rows": settings.max_stored_bytes,
+            "max_queued_bytes": within(memory, settings.max_queued_bytes, QUEUE_SHARE),
+            "max_rows": within(memory, settings.max_stored_bytes, ROWS_SHARE),
             "max_unread": settings.max_unread_results,
             "max_requeues": settings.max_requeues if settings.requeue_evicted else 0,
             "max_contract_errors": settings.max_contract_errors,
