@@ -39,7 +39,7 @@ def told(one: StallWatch, times: list[float], cuts: int = 7, **changes: Any) -> 
 
 def test_warns_at_the_limit_and_when_the_wait_has_doubled() -> None:
     """The first warning comes after stall_warn_s, the next each time the wait has doubled; it names what blocks."""
-    logs = told(watch(), [100.0 + now for now in range(0, 90)])
+    logs = told(watch(), [100.0 + now for now in range(90)])
     assert [entry["seconds"] for entry in logs] == [10, 20, 40, 80]
     assert {entry["event"] for entry in logs} == {"batch.stalled"}
     first = logs[0]
@@ -65,7 +65,7 @@ def test_the_usual_pace_is_no_stall() -> None:
     for at in range(5):
         told(one, [60.0 * at], cuts=at)
     assert one.limit_s == pytest.approx(180)
-    assert told(one, [240.0 + now for now in range(0, 180)], cuts=4) == []
+    assert told(one, [240.0 + now for now in range(180)], cuts=4) == []
     assert [entry["seconds"] for entry in told(one, [420.0], cuts=4)] == [180]
 
 

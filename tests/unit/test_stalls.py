@@ -36,6 +36,14 @@ def look(**changes: Any) -> RunLook:
     return RunLook(RunStatus(**status), **parts)
 
 
+DROPPED_TEXT = (
+    "6 of the 8 groups that have ended since the last batch were dropped (5 rejected: no_usable_slot, 1 evicted: "
+    "stale; the last rejected: no_usable_slot says: 8 x failed(data): no such puzzle)"
+)
+RUNNING_TEXT = (
+    "the oldest, group 17, runs for 95 s (6 of 8 slots ended, its deadline in 120 s): waits for slot 3, attempt 2, "
+    "which runs for 61 s on worker w1 (generating for 60 s at http://gpu1:30000), after infra: HTTP 500"
+)
 NOTHING_RUNS = {"running": 0, "queued": 0, "groups": ()}
 
 
@@ -77,14 +85,12 @@ NOTHING_RUNS = {"running": 0, "queued": 0, "groups": ()}
             {"drops": {"rejected: no_usable_slot": 5, "evicted: stale": 1}, "drop_details": {
                 "rejected: no_usable_slot": "8 x failed(data): no such puzzle"}},
             Cause.DROPPED,
-            "6 of the 8 groups that have ended since the last batch were dropped (5 rejected: no_usable_slot, 1 evicted: "
-            "stale; the last rejected: no_usable_slot says: 8 x failed(data): no such puzzle)",
+            DROPPED_TEXT,
         ),
         (
             {},
             Cause.RUNNING,
-            "the oldest, group 17, runs for 95 s (6 of 8 slots ended, its deadline in 120 s): waits for slot 3, attempt 2, "
-            "which runs for 61 s on worker w1 (generating for 60 s at http://gpu1:30000), after infra: HTTP 500",
+            RUNNING_TEXT,
         ),
         (
             {"groups": (RunningGroup(17, 8, 1, 9.0, 1.0, False, (OpenSlot(0, 2, "backing off", 0, 12.0),)),)},
@@ -94,7 +100,7 @@ NOTHING_RUNS = {"running": 0, "queued": 0, "groups": ()}
         (
             {"groups": (RunningGroup(17, 8, 1, 9.0, 1.0, False, (QUEUED,)),), "leased": 8, "due_attempts": 5},
             Cause.NO_FREE_SLOT,
-            "waits for slot 4, attempt 1, which is queued for 90 s; 8 of 8 slots of 1 worker are busy, and 5 attempts wait",
+            "slot 4, attempt 1, which is queued for 90 s; 8 of 8 slots of 1 worker are busy, and 5 attempts wait",
         ),
         (
             {"groups": (RunningGroup(17, 8, 0, 9.0, 1.0, False, ()),)},
