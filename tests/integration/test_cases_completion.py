@@ -1,4 +1,4 @@
-"""Public faults of group completion (cases 1 to 10), end to end: through real Redis, HTTP, and processes where they die.
+"""Public faults of group completion (cases 1 to 10), end to end: real Redis, real HTTP, processes where they die.
 
 Case 5 stands in ``test_pipeline.py`` and ``test_store.py``, where the transitions of cases 1, 3, 7, 9 and 10 are too.
 """
@@ -100,7 +100,7 @@ async def test_one_straggler(redis_url: str, run_name: str) -> None:
 
 
 async def test_prompts_that_no_batch_size_divides(redis_url: str, run_name: str) -> None:
-    """Case 3: five groups in batches of two: a last partial batch that says so, then the end, and `why` says that too."""
+    """Case 3: five groups in batches of two: a last partial batch that says so, then the end, and `why` says so."""
     async with services(redis_url, run_name, max_staleness=9) as (_, client):
         tasks = await submit(client, 5)
         await client.end_of_data()
@@ -125,6 +125,9 @@ async def test_a_killed_collector(redis_url: str, run_name: str) -> None:
         assert (await client.explain()).cause is Cause.NO_COLLECTOR
         await submit(client, 2)
         running.start_process("collector", "collector")
+        async with asyncio.timeout(60):
+            while not await running.store.collector_alive():  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.05)
         batch = await stream.next()
         assert batch is not None
         assert len(batch.groups) == 2
