@@ -44,7 +44,7 @@ RUNNING_TEXT = (
     "the oldest, group 17, runs for 95 s (6 of 8 slots ended, its deadline in 120 s): waits for slot 3, attempt 2, "
     "which runs for 61 s on worker w1 (generating for 60 s at http://gpu1:30000), after infra: HTTP 500"
 )
-NOTHING_RUNS = {"running": 0, "queued": 0, "groups": ()}
+NOTHING_RUNS: dict[str, Any] = {"running": 0, "queued": 0, "groups": ()}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,8 @@ def test_each_cause_is_named(changes: dict[str, Any], cause: Cause, text: str) -
 def test_no_server_is_registered() -> None:
     """Nothing generates where the registry is empty, whatever workers may say."""
     status = look().status
-    empty = RunStatus(**{name: getattr(status, name) for name in RunStatus.__dataclass_fields__} | {"servers": ()})
+    fields: dict[str, Any] = {name: getattr(status, name) for name in RunStatus.__dataclass_fields__}
+    empty = RunStatus(**{**fields, "servers": ()})
     found = diagnose(RunLook(empty, groups=(GROUP,)), RULES)
     assert (found.cause, "set FOREBAY_SERVERS" in found.verdict) == (Cause.NO_SERVER, True)
 
@@ -145,6 +146,12 @@ def test_first_causes_come_first() -> None:
         Cause.TRAINER_AHEAD, Cause.NO_WORKER, Cause.SERVERS_DOWN, Cause.DROPPED, Cause.RUNNING,
     ]  # fmt: skip
     assert ordered == sorted(ordered, key=list(Cause).index)
+
+
+def test_a_batch_that_can_be_read_comes_before_the_lack_of_prompts() -> None:
+    """Where nothing runs any more but a batch is there, or the trainer must step, it is the trainer's turn."""
+    assert diagnose(look(**NOTHING_RUNS, cut=4, cut_batches=1), RULES).cause is Cause.UNREAD
+    assert diagnose(look(**NOTHING_RUNS, delivered_ahead=8), RULES).cause is Cause.TRAINER_AHEAD
 
 
 def test_particulars_name_what_blocks() -> None:
