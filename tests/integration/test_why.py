@@ -327,7 +327,7 @@ async def test_the_collector_logs_a_stall_and_its_end(redis_url: str, run_name: 
     assert told["worker"].split(":")[1].isdigit()
     assert told["slot_age_s"] > 0
     times = [entry["seconds"] for entry in stalls()]
-    assert all(later >= 2 * earlier * 0.95 for earlier, later in pairwise(times)), times
+    assert all(later >= 2 * earlier - 0.2 for earlier, later in pairwise(times)), times
 
 
 async def test_a_waiting_reader_says_what_it_waits_for(redis_url: str, run_name: str) -> None:
