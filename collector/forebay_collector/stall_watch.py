@@ -111,5 +111,6 @@ def _awaited(found: Diagnosis) -> bool:
     if found.cause in _WELL_AS_IT_IS:
         return False
     status = found.look.status
-    works = bool(status.running or status.queued) and found.cause not in _THE_TRAINERS
+    about_to_cut = status.ready and found.cause is Cause.COLLECTING  # nothing runs between the last commit and the cut
+    works = bool(status.running or status.queued or about_to_cut) and found.cause not in _THE_TRAINERS
     return works or found.trainer_waits

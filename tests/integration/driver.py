@@ -123,6 +123,15 @@ class Driver:
             size = 1 + max(attempt[1] for attempt in claimed if attempt[0] == task_id)
             await self.commit(task_id, version, size)
 
+    async def run_rejected(self, reason: str, detail: str = "") -> None:
+        """Admit, run and reject all that may run."""
+        await self.admit()
+        claimed = await self.claim()
+        for attempt in claimed:
+            await self.publish(attempt)
+        for task_id in sorted({attempt[0] for attempt in claimed}):
+            await self.commit(task_id, reason=reason, detail=detail)
+
     async def cut(self, batch_size: int = 2) -> int | None:
         """Cut a batch of the oldest ready groups."""
         ready = await self.store.ready(batch_size)

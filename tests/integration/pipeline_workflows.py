@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from forebay import InferenceEngine, ModelRequest, RolloutWorkflow, workflow_context
+from forebay import AsyncRewardWrapper, InferenceEngine, ModelRequest, RolloutWorkflow, workflow_context
 
 
 class EchoWorkflow(RolloutWorkflow):
@@ -21,6 +21,13 @@ class EchoWorkflow(RolloutWorkflow):
         data["actions"] = "changed by one slot"  # must reach no other
         if action == "reject":
             return None
+        if action == "reward_raises":
+            await AsyncRewardWrapper(broken_reward)("prompt", "completion")
+        if action == "raise_from":
+            try:
+                _ = {}["answer"]
+            except KeyError as error:
+                raise RuntimeError("the grader failed") from error
         if action == "raise":
             raise RuntimeError("no such puzzle")
         if action == "raise_once" and context.attempt == 1:
@@ -47,6 +54,11 @@ class EchoWorkflow(RolloutWorkflow):
             "versions": torch.tensor([[0] * prompt + response.output_versions], dtype=torch.int32),
             "rewards": torch.tensor([reward], dtype=torch.float32),
         }
+
+
+async def broken_reward(*_: str) -> float:
+    """Fail."""
+    raise ZeroDivisionError("the reward divides by nothing")
 
 
 def accept_good(group: dict[str, Any]) -> bool:

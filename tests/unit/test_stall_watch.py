@@ -59,6 +59,14 @@ def test_says_when_batches_flow_again() -> None:
     assert told(one, [13.0], cuts=9) == []
 
 
+def test_a_look_between_the_last_commit_and_the_cut_forgets_nothing() -> None:
+    """Where all groups are ready and none runs, the batch that is about to be cut still ends the stall."""
+    one = watch()
+    told(one, [0.0, 10.0])
+    assert told(one, [11.0], running=0, queued=0, groups=(), ready=4) == []
+    assert [entry["event"] for entry in told(one, [12.0], cuts=8)] == ["batch.flows_again"]
+
+
 def test_the_usual_pace_is_no_stall() -> None:
     """Where a batch takes a minute, two are no stall, though above stall_warn_s: the limit is three times the usual."""
     one = watch()

@@ -40,7 +40,15 @@ def look(**changes: Any) -> RunLook:
 NO_MEMORY = Bound("redis_memory_bytes", 2**31, 2**30, "maxmemory", "writes are refused", in_bytes=True)
 UNREAD = Bound("unread_results", 9, 8, "max_unread_results", "no group is started", stops=True)
 NOBODY = Owners("c1", ("c1",), (PartitionOwner(0, "c1", 0), PartitionOwner(1, "", 3)))
-NOTHING_RUNS = {"running": 0, "queued": 0, "groups": ()}
+DROPPED_TEXT = (
+    "6 of the 8 groups that have ended since the last batch were dropped (5 rejected: no_usable_slot, 1 evicted: "
+    "stale; the last rejected: no_usable_slot says: 8 x failed(data): no such puzzle)"
+)
+RUNNING_TEXT = (
+    "the oldest, group 17, runs for 95 s (6 of 8 slots ended, its deadline in 120 s): waits for slot 3, attempt 2, "
+    "which runs for 61 s on worker w1 (generating for 60 s at http://gpu1:30000), after infra: HTTP 500"
+)
+NOTHING_RUNS: dict[str, Any] = {"running": 0, "queued": 0, "groups": ()}
 
 
 @pytest.mark.parametrize(
@@ -81,14 +89,12 @@ NOTHING_RUNS = {"running": 0, "queued": 0, "groups": ()}
             {"drops": {"rejected: no_usable_slot": 5, "evicted: stale": 1}, "drop_details": {
                 "rejected: no_usable_slot": "8 x failed(data): no such puzzle"}},
             Cause.DROPPED,
-            "6 of the 8 groups that have ended since the last batch were dropped (5 rejected: no_usable_slot, 1 evicted: "
-            "stale; the last rejected: no_usable_slot says: 8 x failed(data): no such puzzle)",
+            DROPPED_TEXT,
         ),
         (
             {},
             Cause.RUNNING,
-            "the oldest, group 17, runs for 95 s (6 of 8 slots ended, its deadline in 120 s): waits for slot 3, attempt 2, "
-            "which runs for 61 s on worker w1 (generating for 60 s at http://gpu1:30000), after infra: HTTP 500",
+            RUNNING_TEXT,
         ),
         (
             {"groups": (RunningGroup(17, 8, 1, 9.0, 1.0, False, (OpenSlot(0, 2, "backing off", 0, 12.0),)),)},
@@ -98,7 +104,7 @@ NOTHING_RUNS = {"running": 0, "queued": 0, "groups": ()}
         (
             {"groups": (RunningGroup(17, 8, 1, 9.0, 1.0, False, (QUEUED,)),), "leased": 8, "due_attempts": 5},
             Cause.NO_FREE_SLOT,
-            "waits for slot 4, attempt 1, which is queued for 90 s; 8 of 8 slots of 1 worker are busy, and 5 attempts wait",
+            "slot 4, attempt 1, which is queued for 90 s; 8 of 8 slots of 1 worker are busy, and 5 attempts wait",
         ),
         (
             {"groups": (RunningGroup(17, 8, 0, 9.0, 1.0, False, ()),)},
@@ -126,7 +132,8 @@ def test_each_cause_is_named(changes: dict[str, Any], cause: Cause, text: str) -
 def test_no_server_is_registered() -> None:
     """Nothing generates where the registry is empty, whatever workers may say."""
     status = look().status
-    empty = RunStatus(**{name: getattr(status, name) for name in RunStatus.__dataclass_fields__} | {"servers": ()})
+    fields: dict[str, Any] = {name: getattr(status, name) for name in RunStatus.__dataclass_fields__}
+    empty = RunStatus(**{**fields, "servers": ()})
     found = diagnose(RunLook(empty, groups=(GROUP,)), RULES)
     assert (found.cause, "set FOREBAY_SERVERS" in found.verdict) == (Cause.NO_SERVER, True)
 
@@ -148,6 +155,12 @@ def test_first_causes_come_first() -> None:
         Cause.TRAINER_AHEAD, Cause.NO_WORKER, Cause.SERVERS_DOWN, Cause.DROPPED, Cause.RUNNING,
     ]  # fmt: skip
     assert ordered == sorted(ordered, key=list(Cause).index)
+
+
+def test_a_batch_that_can_be_read_comes_before_the_lack_of_prompts() -> None:
+    """Where nothing runs any more but a batch is there, or the trainer must step, it is the trainer's turn."""
+    assert diagnose(look(**NOTHING_RUNS, cut=4, cut_batches=1), RULES).cause is Cause.UNREAD
+    assert diagnose(look(**NOTHING_RUNS, delivered_ahead=8), RULES).cause is Cause.TRAINER_AHEAD
 
 
 def test_particulars_name_what_blocks() -> None:

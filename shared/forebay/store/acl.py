@@ -48,9 +48,7 @@ SCRIPTS: Final[Mapping[Role, tuple[str, ...]]] = MappingProxyType(
 )  # fmt: skip
 """The scripts that each role runs."""
 
-_EVERYBODY = (
-    "evalsha script|load ping info get exists hget hgetall hlen hmget mget smembers scard xlen zcard zrange time multi exec"
-)
+_EVERYBODY = "evalsha script|load ping info get exists hget hgetall hlen hmget mget smembers scard xlen zcard zrange time multi exec"
 DIRECT: Final[Mapping[Role, frozenset[str]]] = MappingProxyType(
     {
         Role.TRAINER: frozenset(f"{_EVERYBODY} sadd srem xread xrevrange zrevrange".split()),

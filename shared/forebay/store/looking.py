@@ -33,6 +33,7 @@ class LookCalls(StoreBase):
 
         async def status(self, *, live_within_s: float = 15.0) -> RunStatus:
             """Of :class:`Store`."""
+            raise NotImplementedError
 
     async def look(self, *, leading: bool = False, groups: int = 8, slots: int = 16) -> RunLook:
         """What the run does, with its oldest `groups` running ones and up to `slots` open slots of each.

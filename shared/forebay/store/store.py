@@ -43,9 +43,7 @@ from forebay.wire.values import unpack
 __all__ = ["Store", "run_stopped"]
 
 
-class Store(
-    ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LedgerCalls, LookCalls, ReconcileCalls
-):
+class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LedgerCalls, LookCalls, ReconcileCalls):
     """The state of one run: what each role does (the bases), and what everybody may ask."""
 
     async def run_settings(self) -> RunSettings | None:
