@@ -23,6 +23,8 @@ from forebay.generation import GenerationHyperparameters
 from forebay.http_metrics import HttpSettings, Listen
 from forebay.redaction import RedactingFormatter, Redactor, is_secret, without_userinfo
 from forebay.settings import EngineSettings, Settings, check_server_url, load
+from forebay.store import Store
+from forebay.store.connection import connect, connection_pool
 from forebay.wire.values import decode_plain, encode_kwargs
 from forebay_ops.embedded_redis import RedisHandle
 from forebay_ops.process import ProcessSpec
@@ -172,9 +174,12 @@ class TestSettings:
         RedisHandle(f"redis://:{KEY}@h/0", None, started_here=False),
         LocalStackConfig(redis_url=f"redis://:{KEY}@h/0", env={"FOREBAY_HTTP_TOKEN": KEY}),
         ProcessSpec("x", ("y",), {"REDIS_URL": f"redis://:{KEY}@h/0"}),
+        connect(f"rediss://u:{KEY}@h/0"),
+        connection_pool(f"redis://u:{KEY}@h/0"),
+        Store.open(Settings(REDIS_URL=f"redis://u:{KEY}@h/0")),
     ],
 )
-def test_reprs_of_the_supervisor(kept: object) -> None:
+def test_reprs(kept: object) -> None:
     """What holds a URL or an environment does not show it."""
     assert KEY not in repr(kept)
 
