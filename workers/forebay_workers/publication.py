@@ -5,8 +5,8 @@ lost. Invariants (``tests/integration/test_memory_short.py``):
 
 - A result that was held counts under its own attempt (``test_short_memory_loses_nothing``).
 - Nothing is lost while Redis is away, but past the group's deadline (``test_redis_away.py``).
-- Every wait for memory ends: with the publication, with the lease (the group's deadline), or after ``memory_wait_s`` as a failure
-  of kind infra, which needs no memory (``test_a_wait_that_is_too_long_is_a_failure_of_infrastructure``).
+- Every wait for memory ends: with the publication, with the lease (the group's deadline), or after ``memory_wait_s`` as
+  a failure of kind infra, which needs no memory (``test_a_wait_that_is_too_long_is_a_failure_of_infrastructure``).
 - Rows that the server could never hold are a failure of kind data at once
   (``test_rows_above_the_servers_memory_are_a_failure_of_data``).
 """

@@ -36,19 +36,22 @@ class Role(StrEnum):
 SCRIPTS: Final[Mapping[Role, tuple[str, ...]]] = MappingProxyType(
     {
         Role.TRAINER: (
-            "ack", "collect", "discard", "dynamic", "end_of_data", "join", "look", "owners", "recover", "redrive", "resume",
-            "resume_after", "set_version", "spoil_batch", "submit", "take",
+            "ack", "collect", "discard", "dynamic", "end_of_data", "forget_key", "join", "look", "owners", "reconcile", "recover",
+            "redrive", "resume", "resume_after", "rolled_back", "set_version", "spoil_batch", "submit", "take", "take_back",
         ),
-        Role.WORKER: ("admit", "claim", "first_keys", "heartbeat", "publish", "release", "set_aside"),
+        Role.WORKER: ("admit", "claim", "first_keys", "heartbeat", "publish", "release", "rolled_back", "set_aside"),
         Role.COLLECTOR: (
-            "commit", "configure", "cut", "evict", "give_up", "hold", "lead", "look", "owners", "reap", "resign", "set_aside",
-            "spoil_group", "sweep",
+            "commit", "configure", "cut", "evict", "give_up", "hold", "lead", "look", "owners", "reap", "resign", "rolled_back",
+            "set_aside", "spoil_group", "sweep",
         ),
     }
 )  # fmt: skip
 """The scripts that each role runs."""
 
-_EVERYBODY = "evalsha script|load ping info get exists hget hgetall hlen hmget mget smembers scard xlen zcard zrange time multi exec"
+_EVERYBODY = (
+    "evalsha script|load ping info get exists hget hgetall hlen hmget mget smembers scard xlen zcard zrange time multi "
+    "exec"
+)
 DIRECT: Final[Mapping[Role, frozenset[str]]] = MappingProxyType(
     {
         Role.TRAINER: frozenset(f"{_EVERYBODY} sadd srem xread xrevrange zrevrange".split()),

@@ -30,7 +30,6 @@ from forebay.settings import RunSettings, check_server_url
 from forebay.store.base import run_stopped
 from forebay.store.bounds import bounds_of
 from forebay.store.leading import LeaderCalls
-from forebay.store.ledgers import LedgerCalls
 from forebay.store.looking import LookCalls
 from forebay.store.owning import OwnerCalls
 from forebay.store.producing import ProducerCalls
@@ -43,7 +42,7 @@ from forebay.wire.values import unpack
 __all__ = ["Store", "run_stopped"]
 
 
-class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LedgerCalls, LookCalls, ReconcileCalls):
+class Store(ProducerCalls, WorkerCalls, OwnerCalls, LeaderCalls, TrainerCalls, LookCalls, ReconcileCalls):
     """The state of one run: what each role does (the bases), and what everybody may ask."""
 
     async def run_settings(self) -> RunSettings | None:

@@ -1,5 +1,6 @@
 -- The run goes on from the trainer's checkpoint, after take_back.lua has seen what it was trained on. Where Redis had gone
 -- back in time, all sequences are moved above whatever was ever seen, so that no id names two things. uses _batches
+-- uses _partitions
 -- uses _reconcile
 -- ARGV: version, id of the last batch trained on, consumer, 1 if batches up to that one count as trained on whole.
 -- Returns {1 if Redis had gone back, task ids of handed-over batches that wait for another batch ...}. Repeating it
@@ -11,9 +12,10 @@ local reason = call('HGET', STATE, 'rolled_back')
 local out = {reason and 1 or 0}
 
 -- A number above all that can have been given out, by those too whom nobody here has heard of.
+local function above(seen, step) return string.format('%d', (math.floor(seen / step) + 2) * step) end
+
 local function move(field, step)
-  local seen = math.max(number(field, 0), number('seen:' .. field, 0))
-  call('HSET', STATE, field, string.format('%d', (math.floor(seen / step) + 2) * step))
+  call('HSET', STATE, field, above(math.max(number(field, 0), number('seen:' .. field, 0)), step))
 end
 
 if reason then -- an unread batch may have been cut, under an id that was taken, before anybody knew
@@ -61,8 +63,11 @@ if number('version', 0) ~= version or number('ahead', 0) ~= 0 then
 end
 if reason then
   for field, step in pairs(STEPS) do move(field, step) end
-  for _, field in ipairs(call('HKEYS', STATE)) do -- of other leases, where there are any
-    if string.find(field, '^epoch.') then move(field, STEPS.epoch) end
+  for p = 0, math.max(number('P', 1), number('P_max', 1)) - 1 do -- whoever owned it changes nothing in it any more
+    local epoch = 'epoch:' .. p
+    call('HSET', PARTITIONS, epoch, above(tonumber(call('HGET', PARTITIONS, epoch)) or 0, STEPS.epoch))
+    call('HDEL', PARTITIONS, 'owner:' .. p)
+    call('DEL', partition_lease(p))
   end
   call('HSET', STATE, 'reconciled', math.max(number('reconciled', 0), number('seen:reconciled', 0)) + 1)
   call('HSET', STATE, 'recoveries', math.max(number('recoveries', 0), number('seen:recoveries', 0)) + 1)

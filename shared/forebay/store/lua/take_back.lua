@@ -12,19 +12,22 @@ local function leave_queue(task, stream)
       if of then queues[stream][of] = entry[1] end
     end
   end
-  local entry = queues[stream][task]
+  local entry, g = queues[stream][task], group_key(task)
   if entry then call('XDEL', key(stream), entry) end
+  local waiting = call('HSTRLEN', g, 'spec') + call('HSTRLEN', g, 'rules')
+  call('HINCRBY', STATE, queued_bytes(stream == 'prompts' and '' or 'direct'), -waiting)
 end
 
 local function stop_running(task, g)
   for idx = 0, tonumber(call('HGET', g, 'n')) - 1 do
     local slot = call('HMGET', g, 'd' .. idx, 'a' .. idx, 'e' .. idx)
     if slot[1] then
-      call('XDEL', key('results:0'), slot[3])
+      call('XDEL', key('results:' .. partition_of(task)), slot[3])
     else
       retire(task, idx, slot[2])
     end
   end
+  uncount(task, 'hb', 'results_bytes')
   call('SREM', key('running'), task)
   call('SREM', key('running:direct'), task)
   call('ZREM', key('deadlines'), task)
