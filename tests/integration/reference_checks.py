@@ -163,7 +163,7 @@ def _state(look: Snapshot, model: Reference) -> Iterator[str]:
         "task_seq": len(model.groups), "eod": model.end, "dynamic": model.dynamic,
     }  # fmt: skip
     for name, expected in numbers.items():
-        yield from _differ(name, look.number(name), int(expected))
+        yield from _differ(name, look.number(name), int(expected or 0))
     yield from _differ("stopped", b"stopped" in look.get("state", {}), model.stopped)
     driver = look.get("state", {}).get(b"driver")
     yield from _differ("driver", driver and driver.decode(), model.driver)

@@ -84,8 +84,9 @@ class Groups:
         self.keys: dict[str, int] = {}
         self.counts: Counter[str] = Counter()
         self.version = self.ahead = self.unread = self.settled = self.seq = self.recoveries = 0
-        self.end = self.dynamic = False
-        self.stopped = False
+        self.end = self.stopped = False
+        self.dynamic: bool | None = None
+        """None: nobody has said."""
         self.streaks: Counter[str] = Counter()
         self.letters: dict[int, Letter] = {}
         self.drops: list[tuple[int, str, str, str, int | None]] = []

@@ -5,7 +5,10 @@ local task, idx, attempt, outcome, kind, header = ARGV[1], ARGV[2], ARGV[3], ARG
 local g = group_key(task)
 local rows = rows_key(task, idx, attempt)
 local done = call('HGET', g, 'd' .. idx)
-if done == attempt then return 'accepted' end -- a repeated call
+if done == attempt then -- a repeated call, which has set its rows anew: with a TTL
+  call('PERSIST', rows)
+  return 'accepted'
+end
 if call('HGET', g, 'st') ~= 'running' then
   call('UNLINK', rows)
   count('late')
