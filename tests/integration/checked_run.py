@@ -66,6 +66,8 @@ class CheckedRun:
         """Every attempt that a worker ever had."""
         self.late: set[int] = set()
         """Groups whose deadline is in the past."""
+        self.closed: set[int] = set()
+        """Those that were closed for that."""
         self.old: set[int] = set()
         """Results that have been kept for too long."""
 
@@ -290,6 +292,7 @@ class CheckedRun:
                 self.model.close_late(task)
             for task in self.old:
                 self.model.forget(task)
+            self.closed |= self.late
             self.late, self.old = set(), set()
 
     async def sweep(self, one: Collector, *, again: bool = False) -> None:
@@ -309,7 +312,8 @@ class CheckedRun:
     async def pass_deadline(self, task: int) -> None:
         """The deadline of a running group is over."""
         await self.store._ask(("ZADD", self.store.keys.deadlines, "XX", 1, task))
-        self.late.add(task)
+        if task not in self.closed:
+            self.late.add(task)
 
     async def outlast(self, task: int) -> None:
         """A result has been held, or handed over by its id, for as long as it may."""
