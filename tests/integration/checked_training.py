@@ -173,16 +173,27 @@ class CheckedTraining(CheckedRun):
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    async def advance(self, one: Collector, *, groups: int) -> None:
-        """Run what may run and commit it, up to so many groups; those that lead cut what is due."""
+    async def advance(
+        self, one: Collector, *, groups: int, until: str = "cut", reason: str = "", again: bool = False
+    ) -> None:
+        """Run what may run and commit it, up to so many groups, and cut what is due; or only as far as `until`."""
         await self.admit(groups)
-        for attempt in await self.claim("w1", 4 * groups):
-            await self.publish(attempt, SlotOutcome.USABLE, version=self.model.version)
+        if until == "admit":
+            return
+        claimed = await self.claim("w1", 4 * groups)
+        if until == "claim":
+            return
+        for attempt in claimed:
+            await self.publish(attempt, SlotOutcome.USABLE, version=self.model.version, again=again)
+        if until == "publish":
+            return
         await self.read(one)
         while one.assembled:
-            await self.commit(one)
+            await self.commit(one, reason, again=again)
+        if until == "commit":
+            return
         await self.fetch(one)
-        await self.cut(one)
+        await self.cut(one, again=again)
 
     async def drain(self) -> None:
         """With everything alive all groups come to an end, in a bounded number of rounds (liveness)."""
@@ -193,6 +204,7 @@ class CheckedTraining(CheckedRun):
         for worker in self.held:
             await self.lapse(worker)
         self.restart(1)
+        self.restart_follower()
         for _ in range(_ROUNDS):
             await self.resume()
             await self.reap(one)

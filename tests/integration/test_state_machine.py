@@ -41,6 +41,7 @@ ENDS = st.sampled_from([
     (SlotOutcome.REJECTED, None),
     *((SlotOutcome.FAILED, kind) for kind in FailureKind),
 ])  # fmt: skip
+REASONS = st.sampled_from(["", "", "", "", "filtered", "contract_error", "below_minimum"])
 RULES = st.fixed_dictionaries({
     "batch_size": st.integers(1, 3),
     "batches_per_version": st.integers(1, 2),
@@ -223,11 +224,11 @@ class Machine(RuleBasedStateMachine):
         """Results, whether or not it leads."""
         self.do(self.run.read(self.collectors[one]))
 
-    @rule(one=COLLECTORS, most=st.integers(1, 4), dumped=st.booleans(), again=AGAIN,
-          reason=st.sampled_from(["", "", "", "", "filtered", "contract_error", "below_minimum"]))  # fmt: skip
+    @rule(one=COLLECTORS, most=st.integers(1, 4), dumped=st.booleans(), again=AGAIN, reason=REASONS)
     def commit(self, one: int, most: int, dumped: bool, again: bool, reason: str) -> None:
-        """What it has put together."""
+        """What it can put together."""
         collector = self.collectors[one]
+        self.do(self.run.read(collector))
         for _ in range(min(most, len(collector.assembled))):
             self.do(self.run.commit(collector, reason, dumped=dumped, again=again))
 
@@ -352,12 +353,13 @@ class Machine(RuleBasedStateMachine):
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    @rule(one=COLLECTORS, groups=st.integers(1, 6))
-    def advance(self, one: int, groups: int) -> None:
-        """Submit, run, commit and cut, so that a short walk comes far."""
+    @rule(one=COLLECTORS, groups=st.integers(1, 6), again=AGAIN, reason=REASONS,
+          until=st.sampled_from(["admit", "claim", "publish", "commit", "cut", "cut"]))  # fmt: skip
+    def advance(self, one: int, groups: int, again: bool, reason: str, until: str) -> None:
+        """Submit, run, commit and cut, or a part of that, so that a short walk comes far."""
         for _ in range(groups):
             self.do(self.run.submit(uuid.uuid4().hex, 1 + groups % 2))
-        self.do(self.run.advance(self.collectors[one], groups=groups))
+        self.do(self.run.advance(self.collectors[one], groups=groups, until=until, reason=reason, again=again))
 
 
 async def forget(store: Store) -> None:
