@@ -195,6 +195,15 @@ class CheckedTraining(CheckedRun):
         await self.fetch(one)
         await self.cut(one, again=again)
 
+    async def train(self, *, again: bool = False) -> None:
+        """Each rank takes a batch, if there is one, and all acknowledge what they have; the trainer steps."""
+        kinds = [await self.take(reader, again=again) for reader in self.trainer]
+        for reader in self.trainer:
+            while reader.held:
+                await self.ack(reader, again=again)
+        if "batch" in kinds or "blocked" in kinds:
+            await self.set_version(self.model.version + 1, again=again)
+
     async def drain(self) -> None:
         """With everything alive all groups come to an end, in a bounded number of rounds (liveness)."""
         one = Collector("the last")

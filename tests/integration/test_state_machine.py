@@ -35,7 +35,8 @@ PICK = st.integers(0, 63)
 """Which one of what there is, modulo their number."""
 AGAIN = st.booleans()
 WORKERS = st.sampled_from(["w1", "w2", "w3"])
-COLLECTORS = st.sampled_from([0, 1])
+COLLECTORS = st.sampled_from([0, 1, 2, 2, 2])
+"""2: the one that leads, if one does."""
 ENDS = st.sampled_from([
     *[(SlotOutcome.USABLE, None)] * 5,
     (SlotOutcome.REJECTED, None),
@@ -135,6 +136,7 @@ class Machine(RuleBasedStateMachine):
         """By any worker."""
         self.do(self.run.admit(most))
 
+    @precondition(lambda self: self.run.model.open_slots("queued"))
     @rule(worker=WORKERS, most=st.integers(1, 8))
     def claim(self, worker: str, most: int) -> None:
         """Attempts for a worker."""
@@ -178,7 +180,7 @@ class Machine(RuleBasedStateMachine):
         self.do(self.run.lapse(worker))
         if not comes_back:
             self.run.held[worker] = []
-        self.do(self.run.reap(self.collectors[reap]))
+        self.do(self.run.reap(self.collector(reap)))
 
     @precondition(lambda self: any(self.run.held.values()))
     @rule(pick=PICK, again=AGAIN)
@@ -200,21 +202,26 @@ class Machine(RuleBasedStateMachine):
 
     # -- collectors ---------------------------------------------------------------------------------------------------
 
+    def collector(self, one: int) -> Collector:
+        """One of the two, or the one that leads."""
+        leads = [number for number, collector in enumerate(self.collectors) if collector.epoch == self.run.model.epoch]
+        return self.collectors[one if one < 2 else (leads or [0])[0]]
+
     @rule(one=COLLECTORS, again=AGAIN)
     def lead(self, one: int, again: bool) -> None:
         """A collector asks for the lease."""
-        self.do(self.run.lead(self.collectors[one], again=again))
+        self.do(self.run.lead(self.collector(one), again=again))
 
-    @rule(one=COLLECTORS)
+    @rule(one=st.integers(0, 1))
     def take_over(self, one: int) -> None:
         """The lease ends, and a collector takes it; the other does not know yet."""
         self.do(self.run.lapse_lead())
-        self.do(self.run.lead(self.collectors[one]))
+        self.do(self.run.lead(self.collector(one)))
 
-    @rule(one=COLLECTORS)
+    @rule(one=st.integers(0, 1))
     def crash_collector(self, one: int) -> None:
         """What it had put together is put together again from the stream, by its successor."""
-        collector = self.collectors[one]
+        collector = self.collector(one)
         collector.crash()
         self.crashes = getattr(self, "crashes", 0) + 1
         collector.name = f"c{one}-{self.crashes}"
@@ -222,41 +229,43 @@ class Machine(RuleBasedStateMachine):
     @rule(one=COLLECTORS)
     def read(self, one: int) -> None:
         """Results, whether or not it leads."""
-        self.do(self.run.read(self.collectors[one]))
+        self.do(self.run.read(self.collector(one)))
 
     @rule(one=COLLECTORS, most=st.integers(1, 4), dumped=st.booleans(), again=AGAIN, reason=REASONS)
     def commit(self, one: int, most: int, dumped: bool, again: bool, reason: str) -> None:
         """What it can put together."""
-        collector = self.collectors[one]
+        collector = self.collector(one)
         self.do(self.run.read(collector))
         for _ in range(min(most, len(collector.assembled))):
             self.do(self.run.commit(collector, reason, dumped=dumped, again=again))
 
+    @precondition(lambda self: self.run.model.ready)
     @rule(one=COLLECTORS)
     def fetch(self, one: int) -> None:
         """Look at what waits for a batch."""
-        self.do(self.run.fetch(self.collectors[one]))
+        self.do(self.run.fetch(self.collector(one)))
 
+    @precondition(lambda self: any(collector.plan for collector in self.collectors))
     @rule(one=COLLECTORS, again=AGAIN)
     def cut(self, one: int, again: bool) -> None:
         """Cut what it has seen."""
-        self.do(self.run.cut(self.collectors[one], again=again))
+        self.do(self.run.cut(self.collector(one), again=again))
 
     @rule(one=COLLECTORS, running_too=st.booleans(), again=AGAIN)
     def evict(self, one: int, running_too: bool, again: bool) -> None:
         """With and without early cancel."""
-        self.do(self.run.evict(self.collectors[one], running_too=running_too, again=again))
+        self.do(self.run.evict(self.collector(one), running_too=running_too, again=again))
 
     @rule(one=COLLECTORS, again=AGAIN)
     def reap(self, one: int, again: bool) -> None:
         """Whatever is due."""
-        self.do(self.run.reap(self.collectors[one], again=again))
+        self.do(self.run.reap(self.collector(one), again=again))
 
     @rule(one=COLLECTORS, again=AGAIN)
     def sweep(self, one: int, again: bool) -> None:
         """Whatever was lost; then every open slot is queued or leased."""
-        self.do(self.run.sweep(self.collectors[one], again=again))
-        if self.collectors[one].epoch == self.run.model.epoch:
+        self.do(self.run.sweep(self.collector(one), again=again))
+        if self.collector(one).epoch == self.run.model.epoch:
             assert not self.run.model.open_slots("lost")
 
     @precondition(lambda self: self.run.model.tasks("running"))
@@ -265,20 +274,22 @@ class Machine(RuleBasedStateMachine):
         """Of a running group."""
         running = self.run.model.tasks("running")
         self.do(self.run.pass_deadline(running[pick % len(running)]))
-        self.do(self.run.reap(self.collectors[one]))
+        self.do(self.run.reap(self.collector(one)))
 
     @precondition(lambda self: self.run.model.groups)
     @rule(pick=PICK, one=COLLECTORS, again=AGAIN)
     def spoil_group(self, pick: int, one: int, again: bool) -> None:
         """A group that waits, or one that does not any more."""
         tasks = self.run.model.ready or sorted(self.run.model.groups)
-        self.do(self.run.spoil_group(self.collectors[one], tasks[pick % len(tasks)], again=again))
+        self.do(self.run.spoil_group(self.collector(one), tasks[pick % len(tasks)], again=again))
 
     # -- trainers -----------------------------------------------------------------------------------------------------
 
-    def reader(self, pick: int) -> Reader:
-        """A rank of the trainer, or the follower."""
+    def reader(self, pick: int, *, held: bool = False) -> Reader:
+        """A rank of the trainer, or the follower; one that has something in hand, if `held`."""
         readers = [*self.run.trainer, *self.run.trainer, self.run.follower]
+        if held:
+            readers = [reader for reader in readers if reader.held]
         return readers[pick % len(readers)]
 
     @rule(pick=PICK, most=st.integers(1, 3), again=AGAIN)
@@ -288,10 +299,11 @@ class Machine(RuleBasedStateMachine):
             if self.do(self.run.take(self.reader(pick), again=again)) != "batch":
                 break
 
+    @precondition(lambda self: any(reader.held for reader in [*self.run.trainer, self.run.follower]))
     @rule(pick=PICK, most=st.integers(1, 3), again=AGAIN)
     def ack(self, pick: int, most: int, again: bool) -> None:
         """Batches that a reader has in hand."""
-        reader = self.reader(pick)
+        reader = self.reader(pick, held=True)
         for _ in range(min(most, len(reader.held))):
             self.do(self.run.ack(reader, again=again))
 
@@ -301,6 +313,7 @@ class Machine(RuleBasedStateMachine):
         if follower:
             self.run.restart_follower()
         else:
+            self.do(self.run.refuse_second_driver())
             self.run.restart(size)
 
     @rule(pick=PICK, again=AGAIN)
@@ -308,12 +321,11 @@ class Machine(RuleBasedStateMachine):
         """The trainer goes back to a checkpoint."""
         self.do(self.run.resume_after(pick % (self.run.model.numbers + 2), again=again))
 
+    @precondition(lambda self: any(reader.held for reader in [*self.run.trainer, self.run.follower]))
     @rule(pick=PICK, again=AGAIN)
     def spoil_batch(self, pick: int, again: bool) -> None:
         """A batch in hand cannot be read."""
-        reader = self.reader(pick)
-        if reader.held:
-            self.do(self.run.spoil_batch(reader, again=again))
+        self.do(self.run.spoil_batch(self.reader(pick, held=True), again=again))
 
     @rule(by=st.sampled_from([-1, 0, 1, 1, 1, 2]), again=AGAIN)
     def set_version(self, by: int, again: bool) -> None:
@@ -330,11 +342,6 @@ class Machine(RuleBasedStateMachine):
         """The trainer takes batches of any size."""
         self.do(self.run.set_dynamic(dynamic=dynamic, again=again))
 
-    @rule()
-    def refuse_second_driver(self) -> None:
-        """Another consumer."""
-        self.do(self.run.refuse_second_driver())
-
     @rule(pick=PICK, discard=st.booleans(), again=AGAIN)
     def collect(self, pick: int, discard: bool, again: bool) -> None:
         """A group by its id, most often one that is held."""
@@ -349,7 +356,7 @@ class Machine(RuleBasedStateMachine):
         kept = [g.task for g in self.run.model.groups.values() if g.state == "held" or (g.collected and not g.gone)]
         if kept:
             self.do(self.run.outlast(kept[pick % len(kept)]))
-            self.do(self.run.reap(self.collectors[one]))
+            self.do(self.run.reap(self.collector(one)))
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -357,9 +364,23 @@ class Machine(RuleBasedStateMachine):
           until=st.sampled_from(["admit", "claim", "publish", "commit", "cut", "cut"]))  # fmt: skip
     def advance(self, one: int, groups: int, again: bool, reason: str, until: str) -> None:
         """Submit, run, commit and cut, or a part of that, so that a short walk comes far."""
+        if self.collector(2).epoch != self.run.model.epoch:
+            self.do(self.run.lapse_lead())
+            self.do(self.run.lead(self.collectors[one % 2]))
         for _ in range(groups):
             self.do(self.run.submit(uuid.uuid4().hex, 1 + groups % 2))
-        self.do(self.run.advance(self.collectors[one], groups=groups, until=until, reason=reason, again=again))
+        self.do(self.run.advance(self.collector(one), groups=groups, until=until, reason=reason, again=again))
+
+
+    @precondition(lambda self: self.run.model.batches)
+    @rule(most=st.integers(1, 3), follower=st.booleans(), again=AGAIN)
+    def train(self, most: int, follower: bool, again: bool) -> None:
+        """Every rank takes a batch and acknowledges it, and the trainer steps."""
+        for _ in range(most):
+            if follower:
+                self.do(self.run.take(self.run.follower, again=again))
+            self.do(self.run.train(again=again))
+
 
 
 async def forget(store: Store) -> None:
