@@ -22,7 +22,15 @@ from forebay.settings import RunSettings
 from forebay.store import Store
 from forebay.store.records import Channel
 from forebay.wire.codec import encode_rows
-from forebay.wire.envelopes import BatchIndex, GroupRules, GroupSpec, GroupSummary, RolloutSummary, RowSummary, SlotHeader
+from forebay.wire.envelopes import (
+    BatchIndex,
+    GroupRules,
+    GroupSpec,
+    GroupSummary,
+    RolloutSummary,
+    RowSummary,
+    SlotHeader,
+)
 from forebay_collector.assembler import Assembled, Assembler
 
 __all__ = ["CheckedRun", "Collector"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from checked_run import CheckedRun, Collector
+from reference import Batch
 
 from forebay.errors import BatchGoneError, ConsumerError, VersionError
 from forebay.outcomes import SlotOutcome
@@ -70,7 +71,7 @@ class CheckedTraining(CheckedRun):
         reader.held.append(entry)
         return expected
 
-    def _join_and_take(self, cursor: Cursor, after: int) -> tuple[str, object, bool]:
+    def _join_and_take(self, cursor: Cursor, after: int) -> tuple[str, Batch | None, bool]:
         assert self.model.enter(cursor)
         return self.model.take(cursor, after)
 

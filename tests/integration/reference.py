@@ -1,4 +1,4 @@
-"""What must be true of a run, kept in Python; the other half is ``reference_groups``. This one: batches and trainers."""
+"""What must be true of a run, kept in Python. This half: batches and trainers; ``reference_groups``: the rest."""
 
 from __future__ import annotations
 

@@ -114,9 +114,7 @@ def _slots(look: Snapshot, model: Reference) -> Iterator[str]:
 def _results(look: Snapshot, model: Reference) -> Iterator[str]:
     """Each ended slot of a running group has one entry, its own, and nothing else has."""
     found = sorted(
-        (int(fields[b"t"]), int(fields[b"i"]))
-        for name in look.names("results:")
-        for fields in look.get(name).values()
+        (int(fields[b"t"]), int(fields[b"i"])) for name in look.names("results:") for fields in look.get(name).values()
     )
     expected = [
         (group.task, idx)

@@ -307,7 +307,7 @@ class Groups:
         """How many lost slots are queued again."""
         lost = self.open_slots("lost")
         for task, idx, _ in lost:
-            self.groups[task].slots[idx].place = "queued"
+            self._next_attempt(self.groups[task].slots[idx])
         if lost:
             self.counts["jobs_lost"] += len(lost)
         return len(lost)

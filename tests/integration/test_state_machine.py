@@ -20,7 +20,14 @@ from checked_run import Attempt, Collector
 from checked_training import CheckedTraining, Reader
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from snapshot import Snapshot
 
 from forebay.outcomes import FailureKind, SlotOutcome
@@ -191,13 +198,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(picks=st.lists(PICK, min_size=1, max_size=4), leased=st.booleans())
     def lose_records(self, picks: list[int], leased: bool) -> None:
-        """Jobs, or leases of dead workers, that Redis has lost."""
+        """Jobs, or leases of workers that do not know it, that Redis has lost."""
         known = self.run.model.open_slots("leased" if leased else "queued")
         lost = sorted({known[pick % len(known)] for pick in picks}) if known else []
-        if leased:
-            for worker, held in self.run.held.items():
-                self.run.held[worker] = [attempt for attempt in held if attempt not in lost]
-            self.run.tried = [attempt for attempt in self.run.tried if attempt not in lost]
         self.do(self.run.lose(lost))
 
     # -- collectors ---------------------------------------------------------------------------------------------------
@@ -371,7 +374,6 @@ class Machine(RuleBasedStateMachine):
             self.do(self.run.submit(uuid.uuid4().hex, 1 + groups % 2))
         self.do(self.run.advance(self.collector(one), groups=groups, until=until, reason=reason, again=again))
 
-
     @precondition(lambda self: self.run.model.batches)
     @rule(most=st.integers(1, 3), follower=st.booleans(), again=AGAIN)
     def train(self, most: int, follower: bool, again: bool) -> None:
@@ -380,7 +382,6 @@ class Machine(RuleBasedStateMachine):
             if follower:
                 self.do(self.run.take(self.run.follower, again=again))
             self.do(self.run.train(again=again))
-
 
 
 async def forget(store: Store) -> None:
@@ -393,7 +394,7 @@ async def forget(store: Store) -> None:
 
 @pytest.mark.timeout(600 + EXAMPLES * STEPS // 10)
 def test_random_interleavings(any_redis_url: str) -> None:
-    """Contract, sections 4, 6 and 13: whatever is called in whatever order, each group has one outcome, and is fresh."""
+    """Contract, sections 4, 6 and 13: whatever is called in whatever order, each group has one outcome and is fresh."""
     Machine.steps = 0
     with asyncio.Runner() as runner:
         runner.run(asyncio.sleep(0))

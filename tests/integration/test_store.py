@@ -209,13 +209,26 @@ class TestReaper:
         assert await driver.publish(hung) == "late", "case 9: a late slot never recreates the group"
 
     async def test_lost_job_is_queued_again(self, store: Store, driver: Driver) -> None:
-        """A slot that is neither queued nor leased is found by the sweep and runs under the same attempt."""
+        """A slot that is neither queued nor leased is found by the sweep, and its next attempt is queued."""
         await driver.submit(1, size=2)
         await driver.admit()
         await store._redis.delete(store.keys.jobs)
         assert await store.sweep(driver.epoch) == 2
         assert await store.sweep(driver.epoch) == 0
-        assert await driver.claim() == [(1, 0, 1), (1, 1, 1)]
+        assert await driver.claim() == [(1, 0, 2), (1, 1, 2)]
+
+    async def test_a_lost_lease_never_mixes_two_results(self, store: Store, driver: Driver) -> None:
+        """A worker whose lease Redis has lost, and the one that runs the slot instead: header and rows are of one."""
+        await driver.submit(1, size=1)
+        await driver.admit()
+        (first,) = await driver.claim()
+        await store._redis.delete(store.keys.leases)
+        assert await store.sweep(driver.epoch) == 1
+        (second,) = await driver.claim()
+        assert await driver.publish(first, reward=1.0) == "accepted"
+        (rows,) = await store.read_rows([first])
+        assert await driver.publish(second, reward=2.0) == "duplicate"
+        assert await store.read_rows([first, second]) == [rows, None]
 
 
 class TestBatches:
@@ -352,6 +365,8 @@ class TestInvariants:
             assert await driver.publish(attempt) == "accepted"
             assert await driver.publish(attempt) == "accepted"
         assert await store.read_rows(claimed) != [None, None], "repeating must not drop the rows that count"
+        for attempt in claimed:
+            assert await store._redis.ttl(store.keys.rows(*attempt)) == -1, "nor let them vanish after a time"
         assert await driver.commit(1, size=1)
         assert not await driver.commit(1, size=1)
         assert not await driver.commit(1, size=1, reason="filtered")
