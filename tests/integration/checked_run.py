@@ -315,6 +315,22 @@ class CheckedRun:
         if leads:
             assert done == self.model.spoil_group(task)
 
+    async def depose(self, old: Collector, new: Collector) -> None:
+        """One leads, and has work in hand when another takes over: nothing that it still does may count."""
+        await self.read(old)
+        await self.lapse_lead()
+        await self.lead(new)
+        epoch, plan = old.epoch, old.plan
+        if old.assembled:
+            await self.commit(old)
+        await self.cut(old)
+        await self.evict(old, running_too=True)
+        await self.reap(old)
+        await self.sweep(old)
+        for task, _ in plan or ():
+            await self.spoil_group(old, task)
+        await self.unchanged(lambda: self.store.configure(epoch, self.rules))
+
     # -- time ---------------------------------------------------------------------------------------------------------
 
     async def pass_deadline(self, task: int) -> None:

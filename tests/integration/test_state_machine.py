@@ -35,7 +35,7 @@ from forebay.settings import RunSettings, Settings
 from forebay.store import Store
 from forebay.store.records import Channel
 
-EXAMPLES = int(os.environ.get("FOREBAY_TEST_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("FOREBAY_TEST_EXAMPLES", "40"))
 STEPS = int(os.environ.get("FOREBAY_TEST_STEPS", "40"))
 
 PICK = st.integers(0, 63)
@@ -220,6 +220,22 @@ class Machine(RuleBasedStateMachine):
         """The lease ends, and a collector takes it; the other does not know yet."""
         self.do(self.run.lapse_lead())
         self.do(self.run.lead(self.collector(one)))
+
+    @precondition(lambda self: self.collector(2).epoch == self.run.model.epoch)
+    @rule(worker=WORKERS, loses=st.booleans(), steps=st.sampled_from([0, 5]))
+    def depose(self, worker: str, loses: bool, steps: int) -> None:
+        """The collector that leads does not know that it leads no more; there would be much for it to do."""
+        old = self.collector(2)
+        for until in ("commit", "publish"):
+            for _ in range(self.run.rules.batch_size):
+                self.do(self.run.submit(uuid.uuid4().hex, 1))
+            self.do(self.run.advance(old, groups=self.run.rules.batch_size, until=until))
+        self.do(self.run.fetch(old))
+        self.do(self.run.set_version(self.run.model.version + steps))
+        self.do(self.run.lapse(worker))
+        if loses:
+            self.do(self.run.lose(self.run.model.open_slots("queued")[:1]))
+        self.do(self.run.depose(old, self.collectors[old is self.collectors[0]]))
 
     @rule(one=st.integers(0, 1))
     def crash_collector(self, one: int) -> None:

@@ -11,6 +11,7 @@ for at = 2, #ARGV do
       local slot = call('HMGET', g, 'd' .. idx, 'a' .. idx)
       if not slot[1] and not call('ZSCORE', key('leases'), member(task, idx, slot[2]))
           and not call('ZSCORE', key('jobs'), job_id(task, idx, slot[2])) then
+        retire(task, idx, slot[2])
         enqueue(task, idx, tonumber(slot[2]) + 1, now_ms())
         lost = lost + 1
       end
