@@ -130,7 +130,7 @@ def _results(look: Snapshot, model: Reference) -> Iterator[str]:
 
 
 def _rows(look: Snapshot, model: Reference) -> Iterator[str]:
-    """Each counted rollout of a group that is not gone has its rows, for good; others at most for a time."""
+    """Each counted rollout of a group that is not gone has its rows, for good; a publish leaves no others."""
     expected = sorted(
         f"rows:{group.task}:{idx}:{slot.by}"
         for group in model.groups.values()
@@ -138,8 +138,8 @@ def _rows(look: Snapshot, model: Reference) -> Iterator[str]:
         for idx, slot in enumerate(group.slots)
         if slot.outcome == "usable"
     )
-    found = [name for name in look.names("rows:") if name not in look.expiring]
-    yield from _differ("rows", sorted(found), expected)
+    yield from _differ("rows", sorted(look.names("rows:")), expected)
+    yield from _differ("rows with a TTL", [name for name in expected if name in look.expiring], [])
 
 
 def _counters(look: Snapshot, model: Reference) -> Iterator[str]:

@@ -234,7 +234,9 @@ class Machine(RuleBasedStateMachine):
         self.do(self.run.set_version(self.run.model.version + steps))
         self.do(self.run.lapse(worker))
         if loses:
-            self.do(self.run.lose(self.run.model.open_slots("queued")[:1]))
+            self.do(self.run.submit(uuid.uuid4().hex, 1, Channel.EVAL))
+            self.do(self.run.admit())
+            self.do(self.run.lose(self.run.model.open_slots("queued")[-1:]))
         self.do(self.run.depose(old, self.collectors[old is self.collectors[0]]))
 
     @rule(one=st.integers(0, 1))
