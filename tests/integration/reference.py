@@ -148,7 +148,7 @@ class Reference(Groups):
         again = cursor.name in batch.given
         batch.given.add(cursor.name)
         elsewhere = batch.worlds.setdefault(cursor.consumer, cursor.world_size) != cursor.world_size
-        if again or batch.version is None:
+        if batch.version is None or (again and not cursor.follows):
             batch.version = self.version
         return again or elsewhere
 

@@ -12,6 +12,7 @@ from forebay.errors import FencedError, QueueFullError, VersionError
 from forebay.outcomes import FailureKind
 from forebay.settings import Settings
 from forebay.store import Store
+from forebay.store.records import Cursor
 
 
 @pytest.fixture
@@ -295,6 +296,22 @@ class TestBatches:
         status = await driver.check()
         assert (status.count("delivered"), status.count("batches_delivered")) == (2, 1)
         assert await store.read_rows([(task, idx, 1) for task in tasks for idx in (0, 1)]) == [None] * 4
+
+    async def test_a_follower_does_not_move_the_version_of_a_batch(self, store: Store, driver: Driver) -> None:
+        """A follower that reads a batch twice leaves what the trainer's ranks are told of it as it was."""
+        await driver.finish(2)
+        await driver.cut()
+        ranks = [Cursor("trainer", rank, 2) for rank in (0, 1)]
+        follower = Cursor("watcher", follows=True)
+        for cursor in (*ranks, follower):
+            await store.join(cursor)
+        assert (await store.take(ranks[0], "reader", "0")).batch is not None
+        await store.set_version(1)
+        for _ in range(2):
+            assert (await store.take(follower, "reader", "0")).batch is not None
+        other = (await store.take(ranks[1], "reader", "0")).batch
+        assert other is not None
+        assert other.version == 0, "all ranks are told the same"
 
     async def test_blocked_reader_is_told(self, store: Store, driver: Driver) -> None:
         """A reader that has all that staleness allows is told that the version must move."""
