@@ -189,6 +189,19 @@ class Machine(RuleBasedStateMachine):
             self.run.held[worker] = []
         self.do(self.run.reap(self.collector(reap)))
 
+    @rule(first=st.booleans(), again=AGAIN)
+    def overtake(self, first: bool, again: bool) -> None:
+        """A worker comes back after its leases: both it and its successor bring results, either of them first."""
+        self.do(self.run.submit(uuid.uuid4().hex, 2, Channel.EVAL))
+        self.do(self.run.admit())
+        old = self.do(self.run.claim("w1"))
+        self.do(self.run.lapse("w1"))
+        self.do(self.run.reap(self.collector(2)))
+        new = self.do(self.run.claim("w2")) if first else []
+        for attempt in [*new, *old] if first else old:
+            self.end(attempt, (SlotOutcome.USABLE, None), 0, again)
+        self.do(self.run.claim("w2"))
+
     @precondition(lambda self: any(self.run.held.values()))
     @rule(pick=PICK, again=AGAIN)
     def release(self, pick: int, again: bool) -> None:
