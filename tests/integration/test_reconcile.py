@@ -77,7 +77,7 @@ async def finish_run(driver: Driver) -> list[int]:
     tasks: list[int] = []
     for _ in range(50):
         await driver.run_admitted()
-        for task_id in sorted({entry.task_id for entry in await driver.store.read_results("0", 500, 0.001)}):
+        for task_id in sorted({entry.task_id for entry in await driver.store.read_results({0: "0"}, 500, 0.001)}):
             await driver.commit(task_id)  # what an earlier collector had read
         while (rule := await driver.store.cut_rule()).ready:
             assert await driver.cut(min(2, rule.ready)) is not None

@@ -12,6 +12,7 @@ from forebay.errors import FencedError, QueueFullError, VersionError
 from forebay.outcomes import FailureKind
 from forebay.settings import Settings
 from forebay.store import Store
+from forebay.store.records import Cursor
 
 
 @pytest.fixture
@@ -209,13 +210,26 @@ class TestReaper:
         assert await driver.publish(hung) == "late", "case 9: a late slot never recreates the group"
 
     async def test_lost_job_is_queued_again(self, store: Store, driver: Driver) -> None:
-        """A slot that is neither queued nor leased is found by the sweep and runs under the same attempt."""
+        """A slot that is neither queued nor leased is found by the sweep, and its next attempt is queued."""
         await driver.submit(1, size=2)
         await driver.admit()
         await store._redis.delete(store.keys.jobs)
         assert await store.sweep(driver.epoch) == 2
         assert await store.sweep(driver.epoch) == 0
-        assert await driver.claim() == [(1, 0, 1), (1, 1, 1)]
+        assert await driver.claim() == [(1, 0, 2), (1, 1, 2)]
+
+    async def test_a_lost_lease_never_mixes_two_results(self, store: Store, driver: Driver) -> None:
+        """A worker whose lease Redis has lost, and the one that runs the slot instead: header and rows are of one."""
+        await driver.submit(1, size=1)
+        await driver.admit()
+        (first,) = await driver.claim()
+        await store._redis.delete(store.keys.leases)
+        assert await store.sweep(driver.epoch) == 1
+        (second,) = await driver.claim()
+        assert await driver.publish(first, reward=1.0) == "accepted"
+        (rows,) = await store.read_rows([first])
+        assert await driver.publish(second, reward=2.0) == "duplicate"
+        assert await store.read_rows([first, second]) == [rows, None]
 
 
 class TestBatches:
@@ -282,6 +296,22 @@ class TestBatches:
         status = await driver.check()
         assert (status.count("delivered"), status.count("batches_delivered")) == (2, 1)
         assert await store.read_rows([(task, idx, 1) for task in tasks for idx in (0, 1)]) == [None] * 4
+
+    async def test_a_follower_does_not_move_the_version_of_a_batch(self, store: Store, driver: Driver) -> None:
+        """A follower that reads a batch twice leaves what the trainer's ranks are told of it as it was."""
+        await driver.finish(2)
+        await driver.cut()
+        ranks = [Cursor("trainer", rank, 2) for rank in (0, 1)]
+        follower = Cursor("watcher", follows=True)
+        for cursor in (*ranks, follower):
+            await store.join(cursor)
+        assert (await store.take(ranks[0], "reader", "0")).batch is not None
+        await store.set_version(1)
+        for _ in range(2):
+            assert (await store.take(follower, "reader", "0")).batch is not None
+        other = (await store.take(ranks[1], "reader", "0")).batch
+        assert other is not None
+        assert other.version == 0, "all ranks are told the same"
 
     async def test_blocked_reader_is_told(self, store: Store, driver: Driver) -> None:
         """A reader that has all that staleness allows is told that the version must move."""
@@ -352,6 +382,8 @@ class TestInvariants:
             assert await driver.publish(attempt) == "accepted"
             assert await driver.publish(attempt) == "accepted"
         assert await store.read_rows(claimed) != [None, None], "repeating must not drop the rows that count"
+        for attempt in claimed:
+            assert await store._redis.ttl(store.keys.rows(*attempt)) == -1, "nor let them vanish after a time"
         assert await driver.commit(1, size=1)
         assert not await driver.commit(1, size=1)
         assert not await driver.commit(1, size=1, reason="filtered")

@@ -55,13 +55,13 @@ local function hand_over(tasks, batch, entry)
 end
 
 -- Whether this consumer had the batch before, and the version that its ranks are told: all the same one, and that in
--- force where it comes again.
+-- force where it comes again to the driver. A follower is told the driver's, and moves it for nobody.
 local function note_reader(batch)
   local b, version = batch_key(batch), call('HGET', STATE, 'version')
   local again = call('HSETNX', b, 'to:' .. name, 1) == 0
   call('HSETNX', b, 'world:' .. consumer, world)
   local elsewhere = call('HGET', b, 'world:' .. consumer) ~= world
-  if again then
+  if again and not follows then
     call('HSET', b, 'v', version)
   else
     call('HSETNX', b, 'v', version)
