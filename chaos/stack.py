@@ -11,7 +11,6 @@ from pathlib import Path
 
 from chaos.schedule import Target
 from forebay_ops import ports
-from forebay_ops.logs import plain
 from forebay_ops.process import ManagedProcess, ProcessSpec, ProcessState, RestartPolicy
 from forebay_ops.readiness import LogLine
 from forebay_ops.spawning import kill_group
@@ -34,6 +33,8 @@ class ChaosConfig:
     workers: int = 3
     servers: int = 2
     collectors: int = 2
+    partitions: int = 4
+    """Of the results, which the collectors share."""
     lease_s: float = 2.0
     """Of workers and of collectors."""
     batch_size: int = 8
@@ -56,6 +57,7 @@ class ChaosConfig:
             "reward_normalization": '{"mean_level": "batch", "std_level": "batch"}',
             "lease_s": self.lease_s,
             "collector_lease_s": self.lease_s,
+            "partitions": self.partitions,
             "retry_backoff_s": 0.2,
             "episode_timeout_s": 20,
             "group_deadline_s": 60,
@@ -70,17 +72,6 @@ class ChaosConfig:
             "redis_timeout_s": 10,
         }
         return {f"FOREBAY_{name.upper()}": str(value) for name, value in run.items()}
-
-
-@dataclass(frozen=True)
-class _AnyLine:
-    """Ready once the log holds a line with one of these texts."""
-
-    texts: tuple[str, ...]
-
-    async def check(self, pid: int, lines: Sequence[str]) -> bool:  # noqa: ARG002 - the protocol
-        """Look through the new lines."""
-        return any(text in plain(line) for line in lines for text in self.texts)
 
 
 def stack_config(config: ChaosConfig) -> LocalStackConfig:
@@ -100,10 +91,7 @@ def stack_config(config: ChaosConfig) -> LocalStackConfig:
     )
     books = str(config.folder / "books")
     extra = [_own(f"server-{index}", "server", str(port)) for index, port in enumerate(free)]
-    for index in range(config.collectors):
-        # One leads and says that it is ready, the other stands by.
-        ready = _AnyLine(("collector.ready", "collector.standby"))
-        extra.append(replace(collector_spec(base), name=f"collector-{index}", ready=ready))
+    extra += [replace(collector_spec(base), name=f"collector-{index}") for index in range(config.collectors)]
     extra += [_own("producer", "producer", books, str(config.seed)), _own("trainer", "trainer", books)]
     return replace(base, extra=tuple(extra))
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import groupby
 
 import structlog
 
@@ -104,11 +105,13 @@ class Partitions:
         if not after:
             self._some.clear()
             return
-        read: dict[int, list[ResultEntry]] = {}
-        for entry in await self._store.read_results(after, count, _BLOCK_S):
-            read.setdefault(entry.partition, []).append(entry)
-        for number, entries in read.items():
-            await self._work(asked[number], entries)
+        # In the order in which slots ended, whatever their partition: so groups are committed, and cut, oldest first.
+        read = sorted(await self._store.read_results(after, count, _BLOCK_S), key=_age)
+        for number, some in groupby(read, key=lambda entry: entry.partition):
+            entries = list(some)
+            if asked[number].after == after[number]:  # else it begins anew, or stopped in between
+                await self._work(asked[number], entries)
+            after[number] = entries[-1].entry_id
 
     async def _work(self, one: _Partition, entries: Sequence[ResultEntry]) -> None:
         """Take in what was read; without entries, look after what is under way."""
@@ -240,6 +243,10 @@ class _Partition:
                 entry = ResultEntry(group.entries[idx], group.task_id, idx, header, partition=self.number)
                 await self._set_aside(entry, _not_its_own(group.task_id, idx))
             self.begin_anew = True
+
+
+def _age(entry: ResultEntry) -> tuple[int, ...]:
+    return tuple(map(int, entry.entry_id.split("-")))
 
 
 def _not_its_own(task_id: int, idx: int) -> str:
