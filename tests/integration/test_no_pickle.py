@@ -40,8 +40,8 @@ async def test_pickles_in_every_place(redis_url: str, run_name: str, tmp_path: P
     async with services(redis_url, run_name, batch_size=1, batches_per_version=100) as (running, client):
         store, keys = running.store, running.store.keys
         await store._ask(
-            ("XADD", keys.results, "*", "t", 1, "i", 0, "h", bomb),
-            ("XADD", keys.results, "*", b"bomb", bomb),
+            ("XADD", keys.results(0), "*", "t", 1, "i", 0, "h", bomb),
+            ("XADD", keys.results(0), "*", b"bomb", bomb),
             ("XADD", keys.prompts, "*", "t", bomb),
             ("ZADD", keys.jobs, 0, bomb, 0, keys.job_id(9, 0, 1)),
             ("SET", f"arq:job:{keys.job_id(9, 0, 1)}", bomb),

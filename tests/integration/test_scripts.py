@@ -146,7 +146,7 @@ async def no_lease(driver: Driver) -> None:
 
 async def poisoned(driver: Driver) -> None:
     """An entry in the results that is none."""
-    await driver.store._ask(("XADD", driver.store.keys.results, "1-1", "odd", "1"))
+    await driver.store._ask(("XADD", driver.store.keys.results(0), "1-1", "odd", "1"))
 
 
 async def at_version_3(driver: Driver) -> None:

@@ -36,13 +36,16 @@ class Role(StrEnum):
 SCRIPTS: Final[Mapping[Role, tuple[str, ...]]] = MappingProxyType(
     {
         Role.TRAINER: (
-            "ack", "collect", "discard", "dynamic", "end_of_data", "forget_key", "join", "look", "owners", "reconcile", "recover",
-            "redrive", "resume", "resume_after", "rolled_back", "set_version", "spoil_batch", "submit", "take", "take_back",
+            "ack", "collect", "discard", "dynamic", "end_of_data", "forget_key", "join", "look", "owners",
+            "reconcile", "recover", "redrive", "resume", "resume_after", "rolled_back", "set_version", "spoil_batch",
+            "submit", "take", "take_back",
         ),
-        Role.WORKER: ("admit", "claim", "first_keys", "heartbeat", "publish", "release", "rolled_back", "set_aside"),
+        Role.WORKER: (
+            "admit", "claim", "first_keys", "heartbeat", "publish", "release", "rolled_back", "set_aside",
+        ),
         Role.COLLECTOR: (
-            "commit", "configure", "cut", "evict", "give_up", "hold", "lead", "look", "owners", "reap", "resign", "rolled_back",
-            "set_aside", "spoil_group", "sweep",
+            "commit", "configure", "cut", "evict", "give_up", "hold", "lead", "look", "owners", "reap", "resign",
+            "rolled_back", "set_aside", "spoil_group", "sweep",
         ),
     }
 )  # fmt: skip
