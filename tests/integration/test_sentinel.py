@@ -208,7 +208,7 @@ async def test_read_only_answers_at_a_plain_url(trio: Trio, run_name: str) -> No
     try:
         await store.submit(b"spec", b"rules", 1, "a")
         # What the demoted server takes from the other one has it all: else it would have gone back in time.
-        await trio.until("replica", ("HGET", store.keys.state, "task_seq"), lambda seen: seen == b"1")
+        await trio.until("replica", ("HGET", store.keys.state, "task_seq"), lambda seen: seen == "1")
         await trio.ask("primary", "REPLICAOF", "127.0.0.1", trio.ports["replica"])
         waiting = asyncio.create_task(store.submit(b"spec", b"rules", 1, "b"))
         done, _ = await asyncio.wait([waiting], timeout=0.3)
