@@ -124,5 +124,5 @@ async def _forever(name: str, step: Callable[[], Awaitable[None]]) -> None:
         try:
             await step()
         except ConnectionLostError as error:
-            log.warning("redis.away", duty=name, reason=str(error))
+            log.warning("duty.waits", duty=name, reason=str(error))
             await asyncio.sleep(_AWAY_S)

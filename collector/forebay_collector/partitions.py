@@ -80,7 +80,7 @@ class Partitions:
             try:
                 await self._read()
             except ConnectionLostError as error:
-                log.warning("redis.away", duty="results", reason=str(error))
+                log.warning("duty.waits", duty="results", reason=str(error))
                 for one in self._owned.values():  # what of it was done is not known
                     one.begin_anew = True
                 await asyncio.sleep(_AWAY_S)

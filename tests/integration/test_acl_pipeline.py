@@ -178,7 +178,7 @@ async def test_a_run_of_another_name_is_out_of_reach(server: tuple[Guarded, str]
         own = run.settings(Role.TRAINER)
         other = own.model_copy(update={"experiment_name": "of-somebody-else"})
         async with asyncio.timeout(5):
-            with pytest.raises(RedisRefusedError, match=r"user 'forebay-trainer' a command .*key.*`forebay acl`"):
+            with pytest.raises(RedisRefusedError, match=r"user 'forebay-trainer' a command.*key.*`forebay acl`"):
                 await AsyncClient.connect(other, wait_s=30)
 
 

@@ -176,7 +176,10 @@ async def test_a_partition_that_nobody_reads_is_said(redis_url: str, run_name: s
             await stream.next()
         assert time.monotonic() - began < 15
         await submit(client, 2)
-        assert "no collector reads partition 0, 1, 2, 3" in diagnose(await running.store.look(), running.rules).verdict
+        assert (
+            "no collector reads the results of partition 0, 1, 2, 3"
+            in diagnose(await running.store.look(), running.rules).verdict
+        )
         await running.store.resign("crippled")
         await running.start_collector()
         batch = await stream.next()

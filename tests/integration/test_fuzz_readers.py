@@ -30,7 +30,8 @@ from forebay.store import Store
 from forebay.store.records import Channel
 from forebay.wire.envelopes import DumpRewrite, GroupSummary
 from forebay_collector.dump import Dumper
-from forebay_collector.service import Collector
+from forebay_collector.duties import Duties
+from forebay_collector.metrics import CollectorMetrics
 from forebay_ops.control import ControlServer
 
 FUZZ = settings(
@@ -182,14 +183,13 @@ def test_dumps_to_be_mended(redis_url: str, runner: asyncio.Runner, tmp_path: Pa
                     await store._ask(("RPUSH", name, entry))
             await store._ask(("HSET", keys.group(1), "dump", folder or str(outside), "why", b"\xff"))
             rules = RunSettings(dump_to_file=False, fileroot=tmp_path / "root")
-            collector = Collector(store, rules)
-            collector._dumper = Dumper(rules, "e/t")
-            collector._dumper._root = tmp_path / "root"
-            collector._dumper._lanes = []
+            dumper = Dumper(rules, "e/t")
+            dumper._root = tmp_path / "root"
+            dumper._lanes = []
             with capture_logs():
-                await collector._mend_dumps()
+                await Duties(store, rules, CollectorMetrics(rules, None), dumper)._mend_dumps(driver.epoch)
             assert await store._ask(("LLEN", keys.rewrites), ("LLEN", keys.evicted)) == [0, 0]
-            await collector._dumper.close()
+            await dumper.close()
 
         in_a_run(redis_url, runner, work)
 

@@ -24,7 +24,7 @@ from scripted_server import fast_settings
 from services import Services, read, services
 from structlog.testing import capture_logs
 
-from forebay import AsyncClient, Client, Settings
+from forebay import AsyncClient, Settings
 from forebay.cli_client import run_table
 from forebay.errors import QueueFullError, SettingsError, StoreFullError
 from forebay.http_metrics import Listen
@@ -322,7 +322,7 @@ class TestPipeline:
             assert 'forebay_bound_limit{bound="redis_memory_bytes"} 500000.0' in text
             assert 'forebay_bound_used{bound="running_groups"} 2.0' in text
             console = Console(file=io.StringIO(), width=500)
-            console.print(run_table(await client.status(), cast("Client", client)))
+            console.print(run_table(await running.store.look(), running.rules, "run"))
             shown = cast("io.StringIO", console.file).getvalue()
             assert "running_groups 2 of 1024" in shown
             assert "of 488.3 KiB" in shown

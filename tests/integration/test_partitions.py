@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from driver import Driver
@@ -156,7 +157,7 @@ class TestFencing:
             await store.set_aside_result(driver.held[0], entry, "it is odd")
         with pytest.raises(FencedError):
             await store.note_unreadable(driver.held[0], "x", "rows", "it is odd", b"")
-        assert await driver.check() == before
+        assert replace(await driver.check(), bounds=()) == replace(before, bounds=())
         assert await driver.commit(kept, size=1)
         assert (await driver.check()).count("accepted") == 1
 

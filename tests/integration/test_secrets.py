@@ -217,7 +217,7 @@ async def _good_times(commands: Commands, served: Engine, server: Guarded, ports
     server.admin.sadd(Keys(RUN).servers, f"http://admin:{USERINFO}@127.0.0.1:1")
     await commands.until_logged("server.added                   server=http://***@127.0.0.1:1", "***@127.0.0.1:1")
     status = await commands.run("status")
-    assert "http://***@127.0.0.1:1" in status
+    assert "http://127.0.0.1:1" in status
     for port, name in zip(ports, ("forebay_run_stopped", "forebay_worker_slots"), strict=True):
         where = f"http://127.0.0.1:{port}/metrics"
         assert (await scrape(where, None))[0] == 401

@@ -173,6 +173,7 @@ async def test_a_demoted_primary_is_left(trio: Trio, run_name: str) -> None:
     store = store_of(trio.url, run_name)
     try:
         await store.submit(b"spec", b"rules", 1, "a")
+        await trio.until("replica", ("HGET", store.keys.state, "task_seq"), lambda seen: seen == "1")
         await trio.until("sentinel", ("SENTINEL", "FAILOVER", "mymaster"), bool)  # once it deems the replica good
         named = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster")
         await trio.until("sentinel", named, lambda found: found[1] == str(trio.ports["replica"]))

@@ -6,6 +6,7 @@ import asyncio
 
 from conditions import eventually
 
+from forebay.aio import stop_tasks
 from forebay_workers.arq_host import SlotHost
 
 
@@ -40,8 +41,7 @@ async def test_a_claim_on_its_way_is_not_lost(redis_url: str, run_name: str) -> 
         go_on.set()
         assert await host.wait_idle(10)
     finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        await stop_tasks([serving])
         await host.close()
 
 
@@ -65,6 +65,5 @@ async def test_an_answer_that_does_not_come_is_not_waited_for(redis_url: str, ru
             await host.stop_claiming(0.1)
         assert await host.wait_idle(0)
     finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        await stop_tasks([serving])
         await host.close()

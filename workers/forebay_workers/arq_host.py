@@ -86,7 +86,8 @@ class _BulkWorker(Worker):
                 log.warning("claiming.waits", reason=str(error))
             self._away = True
             # What the pool has may lead to a server that is no longer the primary.
-            await self.pool.connection_pool.disconnect(inuse_connections=False)
+            pool: Any = self.pool.connection_pool  # whose type redis-py does not tell
+            await pool.disconnect(inuse_connections=False)
             await asyncio.sleep(_AWAY_S)
 
     async def _start(self, job_id: str) -> None:

@@ -69,9 +69,8 @@ class LeaderCalls(StoreBase):
             **{f"attempts:{kind.value}": settings.attempts(kind) for kind in FailureKind},
         }
         flat = [part for item in fields.items() for part in item]
-        if not await self._run("configure", epoch, settings.model_dump_json(), *flat):
+        if not await self._run("configure", epoch, settings.model_dump_json(), uuid.uuid4().hex, *flat):
             raise fenced()
-        await self._ask(("HSETNX", self.keys.state, "incarnation", uuid.uuid4().hex))
 
     async def ready(self, most: int) -> list[tuple[int, bytes]]:
         """The oldest ready groups with their summaries."""

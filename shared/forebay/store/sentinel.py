@@ -28,7 +28,7 @@ _SENTINEL_S = 2.0
 
 def is_sentinel_url(url: str) -> bool:
     """Whether `url` names Sentinels."""
-    return urlsplit(url).scheme in _SCHEMES
+    return url.partition(":")[0].lower() in _SCHEMES
 
 
 def shown_url(url: str) -> str:
