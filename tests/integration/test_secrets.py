@@ -235,7 +235,7 @@ async def _bad_times(commands: Commands, served: Engine, server: Guarded) -> Non
     await commands.until_logged("server.down", "server.failed", "server.suspect", "HTTP 500")
     server.process.send_signal(signal.SIGSTOP)
     try:
-        await commands.until_logged("redis.waiting")
+        await commands.until_logged("redis.away")
         await commands.run("status")
     finally:
         server.process.send_signal(signal.SIGCONT)
