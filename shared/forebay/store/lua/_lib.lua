@@ -160,7 +160,7 @@ local function uncount(task, field, sum)
   local bytes = tonumber(call('HGET', group_key(task), field))
   if not bytes then return end
   call('HDEL', group_key(task), field)
-  call('HINCRBY', STATE, sum, -bytes)
+  call('HINCRBY', STATE, sum, 0 - bytes) -- not -bytes: Redis takes no -0
   wake('admission')
 end
 
@@ -210,7 +210,7 @@ end
 local function dead_key(task) return prefix .. 'dead:' .. task end
 
 local function forget_letter(task)
-  call('HINCRBY', STATE, 'dead_bytes', -(tonumber(call('HGET', key('dead:sizes'), task)) or 0))
+  call('HINCRBY', STATE, 'dead_bytes', 0 - (tonumber(call('HGET', key('dead:sizes'), task)) or 0))
   call('HDEL', key('dead:sizes'), task)
   call('ZREM', key('dead'), task)
   call('UNLINK', dead_key(task))

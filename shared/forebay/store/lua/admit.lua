@@ -18,7 +18,7 @@ end
 
 local function leave_queue(task, direct)
   local g = group_key(task)
-  call('HINCRBY', STATE, queued_bytes(direct), -call('HSTRLEN', g, 'spec') - call('HSTRLEN', g, 'rules'))
+  call('HINCRBY', STATE, queued_bytes(direct), 0 - call('HSTRLEN', g, 'spec') - call('HSTRLEN', g, 'rules'))
 end
 
 -- A submitted group that cannot be started has ended: rejected.

@@ -30,7 +30,7 @@ call('HINCRBY', STATE, 'cut_batches', 1)
 -- Of those rejected so far the next batch knows nothing.
 call('HSET', STATE, 'cut_at', now_ms(), 'settled', call('ZCARD', key('ready')))
 for field, told in pairs(ARGV[3] ~= '' and cmsgpack.unpack(ARGV[3]) or {}) do
-  if call('HINCRBY', key('tally'), field, -told) <= 0 then call('HDEL', key('tally'), field) end
+  if call('HINCRBY', key('tally'), field, 0 - told) <= 0 then call('HDEL', key('tally'), field) end
 end
 count('batches_cut')
 return {'cut', tostring(batch)}

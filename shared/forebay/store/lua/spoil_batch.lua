@@ -21,7 +21,7 @@ for _, task in ipairs(call('LRANGE', b .. ':tasks', 0, -1)) do
   end
 end
 count('evicted', evicted)
-count('delivered', -evicted)
+count('delivered', 0 - evicted)
 if call('HGET', b, 'counted') == tostring(number('recoveries', 0)) then
   call('HSET', STATE, 'ahead', math.max(0, number('ahead', 0) - number('B', 1)))
 end

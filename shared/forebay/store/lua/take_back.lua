@@ -15,7 +15,7 @@ local function leave_queue(task, stream)
   local entry, g = queues[stream][task], group_key(task)
   if entry then call('XDEL', key(stream), entry) end
   local waiting = call('HSTRLEN', g, 'spec') + call('HSTRLEN', g, 'rules')
-  call('HINCRBY', STATE, queued_bytes(stream == 'prompts' and '' or 'direct'), -waiting)
+  call('HINCRBY', STATE, queued_bytes(stream == 'prompts' and '' or 'direct'), 0 - waiting)
 end
 
 local function stop_running(task, g)
