@@ -398,7 +398,7 @@ async def test_a_sum_may_lose_nothing(driver: Driver) -> None:
     await driver.claim()
     await driver.fail((1, 0, 1), FailureKind.DATA)
     await driver.commit(1, size=1, reason="no_usable_slot")
-    await driver.lead(max_dead_letters=1)
+    await driver.lead(dead_letter_entries=1)
     await dead_after(driver, 2)
     assert await store._redis.zrange(store.keys.dead, 0, -1) == [b"2"], "the one of no bytes is forgotten"
     assert int(await store._redis.hget(prefix + "state", "queued_bytes") or 0) == 0
