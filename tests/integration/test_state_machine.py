@@ -31,8 +31,9 @@ from hypothesis.stateful import (
 from snapshot import Snapshot
 
 from forebay.outcomes import FailureKind, SlotOutcome
-from forebay.settings import RunSettings, Settings
+from forebay.settings import RunSettings
 from forebay.store import Store
+from forebay.store.connection import Absence
 from forebay.store.records import Channel
 
 EXAMPLES = int(os.environ.get("FOREBAY_TEST_EXAMPLES", "25"))
@@ -51,6 +52,7 @@ ENDS = st.sampled_from([
 ])  # fmt: skip
 REASONS = st.sampled_from(["", "", "", "", "filtered", "contract_error", "below_minimum"])
 RULES = st.fixed_dictionaries({
+    "partitions": st.sampled_from([1, 2, 3]),
     "batch_size": st.integers(1, 3),
     "batches_per_version": st.integers(1, 2),
     "max_staleness": st.integers(0, 2),
@@ -108,6 +110,7 @@ class Machine(RuleBasedStateMachine):
                 self.do(self.run.drain())
         finally:
             self.runner.run(forget(self.store))
+            self.runner.run(self.store.close())
 
     # -- producers ----------------------------------------------------------------------------------------------------
 
@@ -251,6 +254,21 @@ class Machine(RuleBasedStateMachine):
             self.do(self.run.admit())
             self.do(self.run.lose(self.run.model.open_slots("queued")[-1:]))
         self.do(self.run.depose(old, self.collectors[old is self.collectors[0]]))
+
+    @rule(one=st.integers(0, 1), again=AGAIN)
+    def hold(self, one: int, again: bool) -> None:
+        """A collector beats."""
+        self.do(self.run.hold(self.collectors[one], again=again))
+
+    @rule(pick=PICK)
+    def lose_partition(self, pick: int) -> None:
+        """The lease of a partition has ended, and its owner does not know."""
+        self.do(self.run.lapse_partition(pick % self.run.rules.partitions))
+
+    @rule(pick=PICK, one=st.integers(0, 1), again=AGAIN)
+    def give_up(self, pick: int, one: int, again: bool) -> None:
+        """A collector gives a partition up, and goes on with what it had of it."""
+        self.do(self.run.give_up(self.collectors[one], pick % self.run.rules.partitions, again=again))
 
     @rule(one=st.integers(0, 1))
     def crash_collector(self, one: int) -> None:
@@ -429,25 +447,21 @@ def test_random_interleavings(any_redis_url: str) -> None:
     Machine.steps = 0
     with asyncio.Runner() as runner:
         runner.run(asyncio.sleep(0))
-        client = Store.open(Settings(REDIS_URL=any_redis_url, experiment_name="machine"))
 
         def machine() -> Machine:
-            return Machine(runner, Store(client._redis, any_redis_url, f"machine-{uuid.uuid4().hex[:8]}/t", 30.0))
+            return Machine(runner, Store(any_redis_url, f"machine-{uuid.uuid4().hex[:8]}/t", Absence(any_redis_url, 30.0, 30.0), marked=False))
 
-        try:
-            run_state_machine_as_test(
-                machine,
-                settings=settings(
-                    max_examples=EXAMPLES,
-                    stateful_step_count=STEPS,
-                    deadline=None,
-                    database=None,
-                    print_blob=True,
-                    # A failing walk is printed whole: to shrink one takes minutes of walks.
-                    phases=[Phase.generate],
-                    suppress_health_check=list(HealthCheck),
-                ),
-            )
-        finally:
-            runner.run(client.close())
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=EXAMPLES,
+                stateful_step_count=STEPS,
+                deadline=None,
+                database=None,
+                print_blob=True,
+                # A failing walk is printed whole: to shrink one takes minutes of walks.
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
     assert Machine.steps > EXAMPLES, "the walk must go somewhere"
