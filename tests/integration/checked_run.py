@@ -299,7 +299,8 @@ class CheckedRun:
         async def ask() -> bool | None:
             return await self.store.commit(
                 epoch, group.task_id, "rejected" if why else "ready", reason=why, summary=summary.pack(),
-                head=summary.head, partition=group.partition, dump_folder="rollout/0" if dumped else "", detail=why, usable=len(usable),
+                head=summary.head, partition=group.partition,
+                dump_folder="rollout/0" if dumped else "", detail=why, usable=len(usable),
                 entries=[group.entries[idx] for idx in sorted(group.entries)],
             )  # fmt: skip
 

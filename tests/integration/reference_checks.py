@@ -22,7 +22,21 @@ _FAMILIES = re.compile(
 
 def violations(look: Snapshot, model: Reference) -> list[str]:
     """What is not as it must be, a line each."""
-    checks = (_groups, _conservation, _places, _slots, _results, _rows, _counters, _state, _batches, _ledgers, _partitions, _sums, _names)
+    checks = (
+        _groups,
+        _conservation,
+        _places,
+        _slots,
+        _results,
+        _rows,
+        _counters,
+        _state,
+        _batches,
+        _ledgers,
+        _partitions,
+        _sums,
+        _names,
+    )
     return [f"{check.__name__.strip('_')}: {line}" for check in checks for line in check(look, model)]
 
 
