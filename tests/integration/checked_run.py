@@ -49,16 +49,25 @@ class Collector:
 
     name: str
     epoch: int = 0
-    after: str = "0"
-    assembler: Assembler = field(default_factory=Assembler)
+    held: dict[int, int] = field(default_factory=dict)
+    """The partitions that it believes to own, and the epoch of each."""
+    after: dict[int, str] = field(default_factory=dict)
+    assemblers: dict[int, Assembler] = field(default_factory=dict)
     assembled: list[Assembled] = field(default_factory=list)
     plan: list[tuple[int, bytes]] | None = None
     """Ready groups that it has fetched to cut them."""
 
     def crash(self) -> None:
         """Forget everything but the name; a new process has another one."""
-        self.epoch, self.after, self.plan = 0, "0", None
-        self.assembler, self.assembled = Assembler(), []
+        self.epoch, self.plan = 0, None
+        self.held, self.after, self.assemblers, self.assembled = {}, {}, {}, []
+
+    def own(self, partition: int, epoch: int) -> None:
+        """A partition is read from its start by whoever gets it."""
+        if self.held.get(partition) != epoch:
+            self.held[partition], self.after[partition] = epoch, "0"
+            self.assemblers[partition] = Assembler(partition=partition)
+            self.assembled = [group for group in self.assembled if group.partition != partition]
 
 
 class CheckedRun:
@@ -227,6 +236,36 @@ class CheckedRun:
         if epoch and epoch != one.epoch:
             one.epoch = epoch
             await self.call(lambda: self.store.configure(epoch, self.rules), again=again)
+        await self.hold(one)
+
+    async def hold(self, one: Collector, *, again: bool = False) -> None:
+        """A collector beats: it keeps what it owns, and takes what is free, up to its share.
+
+        A repetition is the next beat: where all have equally many the first by name may take one more.
+        """
+        if again:
+            await self.hold(one)
+        held = await self.store.hold(one.name, _LONG_S)
+        self.model.hold(one.name, {part.partition: part.epoch for part in held})
+        for part in held:
+            one.own(part.partition, part.epoch)
+
+    async def seize(self, one: Collector) -> None:
+        """All leases have ended, and `one`, which alone lives, gets every partition."""
+        await self.store._ask(("DEL", self.store.keys.collectors))
+        for partition in range(self.rules.partitions):
+            await self.lapse_partition(partition)
+        await self.hold(one)
+
+    async def lapse_partition(self, partition: int) -> None:
+        """The lease of a partition has ended."""
+        await self.store._ask(("DEL", self.store.keys.partition_lease(partition)))
+        self.model.owners.pop(partition, None)
+
+    async def give_up(self, one: Collector, partition: int, *, again: bool = False) -> None:
+        """Give a partition up; the collector goes on with what it had of it."""
+        done = await self.call(lambda: self.store.give_up(one.name, partition), again=again)
+        assert done == self.model.give_up(one.name, partition)
 
     async def lapse_lead(self) -> None:
         """The collector lease has ended."""
@@ -235,20 +274,22 @@ class CheckedRun:
 
     async def read(self, one: Collector) -> None:
         """Read results, and put groups together."""
-        for entry in await self.store.read_results(one.after, 500, 0.001):
-            one.after = entry.entry_id
-            if not one.assembler.knows(entry.task_id):
-                known = await self.store.group_rules(entry.task_id)
+        for entry in await self.store.read_results(one.after, 500, 0.001) if one.after else ():
+            one.after[entry.partition] = entry.entry_id
+            assembler = one.assemblers[entry.partition]
+            if not assembler.knows(entry.task_id):
+                known = await self.store.group_rules(entry.task_id, entry.partition)
                 if known is None:
                     continue
-                one.assembler.open(entry.task_id, GroupRules.unpack(known[0]), known[1], known[2])
-            assembled = one.assembler.add(entry)
+                assembler.open(entry.task_id, GroupRules.unpack(known[0]), known[1], known[2])
+            assembled = assembler.add(entry)
             if assembled is not None:
                 one.assembled.append(assembled)
 
     async def commit(self, one: Collector, reason: str = "", *, dumped: bool = False, again: bool = False) -> None:
         """Decide on the first group that was put together."""
         group = one.assembled.pop(0)
+        epoch = one.held[group.partition]
         usable = [h for _, h in sorted(group.headers.items()) if h.outcome == SlotOutcome.USABLE]
         summary = GroupSummary(
             group.task_id, group.group_size, [RolloutSummary(h.idx, h.attempt, h.rows) for h in usable]
@@ -257,13 +298,16 @@ class CheckedRun:
 
         async def ask() -> bool | None:
             return await self.store.commit(
-                one.epoch, group.task_id, "rejected" if why else "ready", reason=why, summary=summary.pack(),
-                head=summary.head, dump_folder="rollout/0" if dumped else "", detail=why, usable=len(usable),
+                epoch, group.task_id, "rejected" if why else "ready", reason=why, summary=summary.pack(),
+                head=summary.head, partition=group.partition,
+                dump_folder="rollout/0" if dumped else "", detail=why, usable=len(usable),
                 entries=[group.entries[idx] for idx in sorted(group.entries)],
             )  # fmt: skip
 
-        leads, done = await self.led(one, ask, again=again)
-        if leads:
+        if epoch != self.model.partition_epochs[group.partition]:
+            assert await self.unchanged(ask) is None
+        else:
+            done = await self.call(ask, again=again)
             assert done == self.model.commit(group.task_id, why, dumped=dumped)
 
     async def fetch(self, one: Collector) -> None:
@@ -320,6 +364,7 @@ class CheckedRun:
         await self.read(old)
         await self.lapse_lead()
         await self.lead(new)
+        await self.seize(new)
         epoch, plan = old.epoch, old.plan
         if old.assembled:
             await self.commit(old)

@@ -210,6 +210,7 @@ class CheckedTraining(CheckedRun):
         one = Collector("the last")
         await self.lapse_lead()
         await self.lead(one)
+        await self.seize(one)
         await self.end_of_data()
         for worker in self.held:
             await self.lapse(worker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from reference_groups import Groups
@@ -47,6 +48,10 @@ class Reference(Groups):
         self.epoch = 0
         self.holder: str | None = None
         self.leader: str | None = None
+        self.owners: dict[int, str] = {}
+        """Partition -> whose lease it is."""
+        self.last_owner: dict[int, str] = {}
+        self.partition_epochs: Counter[int] = Counter()
         self.excused = False
         """A recovery or a partial batch may have left more on its way than the capacity, for a while."""
         self.first_given: dict[int, int] = {}
@@ -63,6 +68,25 @@ class Reference(Groups):
             self.leader = owner
             self.epoch += 1
         return self.epoch
+
+    def hold(self, owner: str, held: dict[int, int]) -> None:
+        """A collector was told that it has these partitions, at these epochs: may it be so?"""
+        for partition, epoch in held.items():
+            assert self.owners.get(partition, owner) == owner, f"partition {partition} has two owners"
+            expected = self.partition_epochs[partition] + (self.last_owner.get(partition) != owner)
+            assert epoch == expected, f"partition {partition}: epoch {epoch}, expected {expected}"
+            self.owners[partition] = self.last_owner[partition] = owner
+            self.partition_epochs[partition] = epoch
+        own = {partition for partition, who in self.owners.items() if who == owner}
+        assert own == held.keys(), f"{owner} owns {own}, and was told of {sorted(held)}"
+
+    def give_up(self, owner: str, partition: int) -> bool:
+        """Whether it was the owner's; its epoch is old from then on."""
+        if self.owners.get(partition) != owner:
+            return False
+        del self.owners[partition], self.last_owner[partition]
+        self.partition_epochs[partition] += 1
+        return True
 
     def cut(self, tasks: list[int]) -> int | None:
         """The batch; None: something had changed."""

@@ -15,14 +15,28 @@ __all__ = ["violations"]
 _FAMILIES = re.compile(
     r"settings|state|counters|prompts(:direct)?|running(:direct)?|held|collected|ready|cut|leases|deadlines|evicted"
     r"|drops|dead|dead:sizes|dead:\d+|poison|poison:about|jobs|results:\d+|batches|batches:(kept|gone)|batch:\d+(:tasks)?"
-    r"|followers|followers:missed|workers|workers:seen|lease:collector.*|wake:\w+|group:\d+|rows:\d+:\d+:\d+"
+    r"|followers|followers:missed|collectors|partitions|tally|rewrites|lease:results:\d+|workers|workers:seen|lease:collector.*|wake:\w+|group:\d+|rows:\d+:\d+:\d+"
     r"|submitted:.*|arq:job:.*"
 )
 
 
 def violations(look: Snapshot, model: Reference) -> list[str]:
     """What is not as it must be, a line each."""
-    checks = (_groups, _conservation, _places, _slots, _results, _rows, _counters, _state, _batches, _ledgers, _names)
+    checks = (
+        _groups,
+        _conservation,
+        _places,
+        _slots,
+        _results,
+        _rows,
+        _counters,
+        _state,
+        _batches,
+        _ledgers,
+        _partitions,
+        _sums,
+        _names,
+    )
     return [f"{check.__name__.strip('_')}: {line}" for check in checks for line in check(look, model)]
 
 
@@ -210,6 +224,42 @@ def _ledgers(look: Snapshot, model: Reference) -> Iterator[str]:
         yield from _differ(f"the redrive of {task}", following and int(following), letter.following)
         yield from _differ(f"the end of {task}", ended and ended.decode(), letter.ended)
     yield from _differ("dumps to mark", sorted(_ints(look.get("evicted", ()))), sorted(model.marks))
+
+
+def _partitions(look: Snapshot, model: Reference) -> Iterator[str]:
+    """Each partition has the owner and the epoch that it must, and its groups' results alone."""
+    known = look.get("partitions", {})
+    for partition in range(model.rules.partitions):
+        owner = look.get(f"lease:results:{partition}")
+        yield from _differ(f"owner of {partition}", owner and owner.decode(), model.owners.get(partition))
+        epoch = int(known.get(b"epoch:%d" % partition, 0))
+        yield from _differ(f"epoch of {partition}", epoch, model.partition_epochs[partition])
+        tasks = {int(fields[b"t"]) for fields in look.get(f"results:{partition}", {}).values()}
+        foreign = [task for task in tasks if task % model.rules.partitions != partition]
+        yield from _differ(f"groups of others in {partition}", foreign, [])
+
+
+def _sums(look: Snapshot, model: Reference) -> Iterator[str]:
+    """The sums of bytes are those of what is there: rows not acknowledged, results, prompts that wait."""
+    groups = {task: look.get(f"group:{task}", {}) for task in model.groups}
+    acked = {task for batch in model.batches.values() if batch.finished for task in batch.tasks}
+    counted = {
+        task: sum(len(look.get(name)) for name in look.names(f"rows:{task}:"))
+        for task, group in model.groups.items()
+        if not group.gone and task not in acked
+    }
+    yield from _differ("rows_bytes", look.number("rows_bytes"), sum(counted.values()))
+    own = {task: int(known.get(b"rb", 0)) for task, known in groups.items()}
+    yield from _differ("rb", {t: n for t, n in own.items() if n}, {t: n for t, n in counted.items() if n})
+    headers = [len(f[b"h"]) for name in look.names("results:") for f in look.get(name).values()]
+    yield from _differ("results_bytes", look.number("results_bytes"), sum(headers))
+    yield from _differ("hb", sum(int(known.get(b"hb", 0)) for known in groups.values()), sum(headers))
+    for direct, name in ((False, "queued_bytes"), (True, "queued_bytes:direct")):
+        waiting = (groups[task] for task in model.tasks("queued", direct=direct))
+        yield from _differ(name, look.number(name), sum(len(g[b"spec"]) + len(g[b"rules"]) for g in waiting))
+    counters = look.get("counters", {})
+    dropped = int(counters.get(b"rejected", 0)) + int(counters.get(b"evicted", 0))
+    yield from _differ("drops, rejected and evicted", len(look.get("drops", ())), dropped)
 
 
 def _names(look: Snapshot, model: Reference) -> Iterator[str]:

@@ -30,7 +30,9 @@ return out
 """
 _LONG_AGO = 1000.0
 """Scores below it are of times that a test has put into the past."""
-_CLOCKS = frozenset({"leases", "deadlines", "held", "collected", "followers", "workers:seen", "dead", "poison", "collectors"})
+_CLOCKS = frozenset(
+    {"leases", "deadlines", "held", "collected", "followers", "workers:seen", "dead", "poison", "collectors"}
+)
 """Sorted sets whose scores are times: all that matters of them is whether they are in the past."""
 
 

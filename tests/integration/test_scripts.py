@@ -381,7 +381,7 @@ async def test_fenced_it_does_nothing(driver: Driver, case: Case) -> None:
 
 
 def test_what_takes_an_epoch_is_tested_for_it() -> None:
-    """The scripts that ask whether they are fenced, by the lead or a partition, are those in the table with an epoch."""
+    """The scripts that ask whether they are fenced, by the lead or a partition, are those marked so in the table."""
     folder = files("forebay.store") / "lua"
     texts = {case.script: (folder / f"{case.script}.lua").read_text() for case in CASES}
     led = {script for script, text in texts.items() if re.search(r"\bif fenced\(", text)}

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from checked_run import Attempt, Collector
 from checked_training import CheckedTraining, Reader
+from draws import AGAIN, COLLECTORS, ENDS, PICK, REASONS, RULES, WORKERS
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,40 +32,13 @@ from hypothesis.stateful import (
 from snapshot import Snapshot
 
 from forebay.outcomes import FailureKind, SlotOutcome
-from forebay.settings import RunSettings, Settings
+from forebay.settings import RunSettings
 from forebay.store import Store
+from forebay.store.connection import Absence
 from forebay.store.records import Channel
 
 EXAMPLES = int(os.environ.get("FOREBAY_TEST_EXAMPLES", "25"))
 STEPS = int(os.environ.get("FOREBAY_TEST_STEPS", "40"))
-
-PICK = st.integers(0, 63)
-"""Which one of what there is, modulo their number."""
-AGAIN = st.booleans()
-WORKERS = st.sampled_from(["w1", "w2", "w3"])
-COLLECTORS = st.sampled_from([0, 1, 2, 2, 2])
-"""2: the one that leads, if one does."""
-ENDS = st.sampled_from([
-    *[(SlotOutcome.USABLE, None)] * 5,
-    (SlotOutcome.REJECTED, None),
-    *((SlotOutcome.FAILED, kind) for kind in FailureKind),
-])  # fmt: skip
-REASONS = st.sampled_from(["", "", "", "", "filtered", "contract_error", "below_minimum"])
-RULES = st.fixed_dictionaries({
-    "batch_size": st.integers(1, 3),
-    "batches_per_version": st.integers(1, 2),
-    "max_staleness": st.integers(0, 2),
-    "max_concurrent": st.sampled_from([2, 100]),
-    "max_queued_groups": st.sampled_from([3, 100]),
-    "max_concurrent_direct": st.sampled_from([1, 100]),
-    "requeue_evicted": st.booleans(),
-    "max_requeues": st.integers(1, 2),
-    "attempts_infra": st.integers(1, 3),
-    "max_contract_errors": st.sampled_from([2, 100]),
-    "max_barren_groups": st.sampled_from([3, 100]),
-    "retain_batches": st.sampled_from([0, 0, 2]),
-    "max_follower_lag": st.sampled_from([0, 1, 100]),
-})  # fmt: skip
 
 
 class Machine(RuleBasedStateMachine):
@@ -108,6 +82,7 @@ class Machine(RuleBasedStateMachine):
                 self.do(self.run.drain())
         finally:
             self.runner.run(forget(self.store))
+            self.runner.run(self.store.close())
 
     # -- producers ----------------------------------------------------------------------------------------------------
 
@@ -251,6 +226,21 @@ class Machine(RuleBasedStateMachine):
             self.do(self.run.admit())
             self.do(self.run.lose(self.run.model.open_slots("queued")[-1:]))
         self.do(self.run.depose(old, self.collectors[old is self.collectors[0]]))
+
+    @rule(one=st.integers(0, 1), again=AGAIN)
+    def hold(self, one: int, again: bool) -> None:
+        """A collector beats."""
+        self.do(self.run.hold(self.collectors[one], again=again))
+
+    @rule(pick=PICK)
+    def lose_partition(self, pick: int) -> None:
+        """The lease of a partition has ended, and its owner does not know."""
+        self.do(self.run.lapse_partition(pick % self.run.rules.partitions))
+
+    @rule(pick=PICK, one=st.integers(0, 1), again=AGAIN)
+    def give_up(self, pick: int, one: int, again: bool) -> None:
+        """A collector gives a partition up, and goes on with what it had of it."""
+        self.do(self.run.give_up(self.collectors[one], pick % self.run.rules.partitions, again=again))
 
     @rule(one=st.integers(0, 1))
     def crash_collector(self, one: int) -> None:
@@ -429,25 +419,22 @@ def test_random_interleavings(any_redis_url: str) -> None:
     Machine.steps = 0
     with asyncio.Runner() as runner:
         runner.run(asyncio.sleep(0))
-        client = Store.open(Settings(REDIS_URL=any_redis_url, experiment_name="machine"))
 
         def machine() -> Machine:
-            return Machine(runner, Store(client._redis, any_redis_url, f"machine-{uuid.uuid4().hex[:8]}/t", 30.0))
+            absence = Absence(any_redis_url, 30.0, 30.0)
+            return Machine(runner, Store(any_redis_url, f"machine-{uuid.uuid4().hex[:8]}/t", absence, marked=False))
 
-        try:
-            run_state_machine_as_test(
-                machine,
-                settings=settings(
-                    max_examples=EXAMPLES,
-                    stateful_step_count=STEPS,
-                    deadline=None,
-                    database=None,
-                    print_blob=True,
-                    # A failing walk is printed whole: to shrink one takes minutes of walks.
-                    phases=[Phase.generate],
-                    suppress_health_check=list(HealthCheck),
-                ),
-            )
-        finally:
-            runner.run(client.close())
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=EXAMPLES,
+                stateful_step_count=STEPS,
+                deadline=None,
+                database=None,
+                print_blob=True,
+                # A failing walk is printed whole: to shrink one takes minutes of walks.
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
     assert Machine.steps > EXAMPLES, "the walk must go somewhere"
