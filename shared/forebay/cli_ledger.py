@@ -17,6 +17,7 @@ import typer
 from forebay.blocking import Client
 from forebay.errors import FrameError, GroupNotDeliveredError, QueueFullError, SubmitError
 from forebay.outcomes import FailureKind
+from forebay.redaction import HIDDEN, without_userinfo
 from forebay.store.ledger_records import DeadGroup, DeadSlot, Drop
 from forebay.wire.envelopes import GroupSpec
 from forebay.wire.values import TAG
@@ -24,8 +25,6 @@ from forebay.wire.values import TAG
 __all__ = ["parse_since", "register", "shown", "tally"]
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_HIDDEN = "***"
-_USERINFO = re.compile(r"(?<=://)[^\s'\"<>/@]*@")
 _SECRET_NAME = re.compile(r"(?i)(?:^|[_-])(?:token|api_?key|secret|password|passwd|authorization)$")
 _NOT_REDRIVEN = {
     "exists": "its prompt came again before, as {new}; --again does it once more",
@@ -126,7 +125,7 @@ def _time(at_ms: int) -> str:
 
 def _plain(text: str) -> str:
     """One line without passwords, and without what a terminal would obey: others' words are not to be trusted."""
-    return "".join(char if char.isprintable() else " " for char in _USERINFO.sub(f"{_HIDDEN}@", text))
+    return "".join(char if char.isprintable() else " " for char in without_userinfo(text))
 
 
 def _lines(text: str) -> str:
@@ -233,7 +232,7 @@ def shown(value: Any) -> Any:
     A secret is what has the name of one, and the user and password of a URL.
     """
     if isinstance(value, str):
-        return _USERINFO.sub(f"{_HIDDEN}@", value)
+        return without_userinfo(value)
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
     if isinstance(value, list):
@@ -244,7 +243,7 @@ def shown(value: Any) -> Any:
     if kind == "array":
         return f"<array {value.get('dtype')} {value.get('shape')}>"
     plain = {
-        str(name): _HIDDEN if isinstance(item, str) and _SECRET_NAME.search(str(name)) else shown(item)
+        str(name): HIDDEN if isinstance(item, str) and _SECRET_NAME.search(str(name)) else shown(item)
         for name, item in value.items()
         if name != TAG
     }
