@@ -75,7 +75,9 @@ async def test_batches_of_ranks_and_followers(redis_url: str, run_name: str) -> 
         words = ("batches", "--count", "1", "--timeout", "20", "--json", "--world-size", "2", "--rank")
         shares = [json.loads((await forebay(*words, str(rank), running=running)).stdout) for rank in range(2)]
         assert [(share["batch_id"], share["rank"], share["batch_groups"]) for share in shares] == [(1, 0, 2), (1, 1, 2)]
-        assert sorted(group["task_id"] for share in shares for group in share["groups"]) == [1, 2]
+        tasks = {group["task_id"] for share in shares for group in share["groups"]}
+        assert len(tasks) == 2, "each group is in one share; which groups end first is a matter of chance"
+        assert tasks < {1, 2, 3, 4}
         beside = await forebay("batches", "--follow", "--count", "1", "--timeout", "20", running=running)
         assert "batch 1: 2 groups" in beside.stdout
         again = await forebay(*words, "0", "--resume-after", "0", running=running)
