@@ -121,7 +121,8 @@ async def test_processes_ride_through_a_long_absence(run_name: str, tmp_path: Pa
             await client.close()
         lines = log.read_text().splitlines()
         told = {event: sum(f'"{event}"' in line for line in lines) for event in ("redis.away", "redis.back")}
-        assert told == {"redis.away": 2, "redis.back": 2}, "one line each, and one when it is back"
+        assert told["redis.away"] == told["redis.back"]
+        assert 2 <= told["redis.away"] <= 4, "a line of each, not one for each call, and one when it is back"
         assert len([line for line in lines if "warning" in line]) < 40
     finally:
         await redis.stop()

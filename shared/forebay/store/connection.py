@@ -116,6 +116,7 @@ class Absence:
         self._met = self.hurried = False
         self._since: float | None = None
         self._told = 0.0
+        self._answered = 0.0
 
     @property
     def patience_s(self) -> float:
@@ -127,9 +128,11 @@ class Absence:
         """Wait no more than a moment from now on, those that wait already included: the process is to end."""
         self.hurried = True
 
-    def lost(self, reason: str) -> None:
-        """A call was not answered."""
+    def lost(self, reason: str, asked: float) -> None:
+        """A call that was made at `asked`, monotonic seconds, was not answered."""
         now = time.monotonic()
+        if asked < self._answered:  # others were answered since: it tells of what is over
+            return
         if self._since is None:
             self._since = self._told = now
             log.warning("redis.away", address=address(self.url), reason=reason, waiting_up_to_s=self.patience_s)
@@ -142,6 +145,7 @@ class Absence:
     def answered(self) -> None:
         """A call was answered."""
         self._met = True
+        self._answered = time.monotonic()
         if self._since is not None:
             away_s = round(time.monotonic() - self._since, 1)
             self._since = None
@@ -164,12 +168,13 @@ async def riding_through(
     where = address(absence.url)
 
     async def bounded() -> T:
+        asked = time.monotonic()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 answer = await call()
         except Exception as error:  # looked at, and raised again: all but a loss is the caller's
             if _passing(error, absence.url):
-                absence.lost(_text(error))
+                absence.lost(_text(error), asked)
                 if isinstance(error, ResponseError) and reconnect is not None:
                     await reconnect()
             raise
